@@ -166,7 +166,7 @@ def by_ops(
     act = weigh(act) if weighted == "hidden" else act.astype(dtype)
     out, second = multiplied(act, 1)
     y = ep.combine(layer, dispatched, out, weights=weights if weighted == "output" else None)
-    return y, dispatched.plan, None if state is None else MoEState(first, second)
+    return y, dispatched.plan.arrays, None if state is None else MoEState(first, second)
 
 
 def assert_close(got: Any, want: Any, atol: float = 2e-6) -> None:

@@ -37,14 +37,13 @@ class Blocks:
             name,
             self.mesh,
             ep_axis="ep",
-            transport=TRANSPORT,
             num_experts=LOCAL * self.mesh.size,
             hidden_size=hidden,
             max_tokens_per_rank=TOKENS,
             max_top_k=TOP_K,
             max_token_dtype="float32",
             op_timeout_s=60.0,
-            **{"alignment": 8} | settings,
+            **{"alignment": 8, "transport": TRANSPORT} | settings,
         )
         return group.register_layer_stack("moe", 3, top_k=TOP_K)[1]
 

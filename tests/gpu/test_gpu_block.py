@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,10 @@ from gpu.jobs.layouts import TRANSPORT, TRIAL
 
 import ep_runtime as ep
 from ep_runtime import device_layout
-from ep_runtime_client.moe import bodies
+from ep_runtime.workspace import ROW_ALIGNMENT
+from ep_runtime_client.moe import bodies, copies
+from ep_runtime_client.ops.movement.prepare import make_call
+from ep_runtime_client.ops.tracing.ambient import open_layer
 
 pytestmark = pytest.mark.skipif(TRANSPORT == "xla", reason="has no block calls")
 # Of an array's largest value: what another order of sums may make of it.
@@ -116,6 +120,47 @@ def test_copies_of_experts(blocks: Blocks, name: str, routing: str) -> None:
     layer = blocks.layer(spare_experts=LOCAL)
     given = blocks.drawn(ROUTINGS[routing])
     compare(blocks, layer, blocks.params(layer, **of_params), given, dtype, **options)
+
+
+PLANNED = ROUTINGS | {
+    "even": lambda idx, experts: idx,
+    "zipf": lambda idx, experts: (
+        (experts ** np.random.default_rng(1).random(idx.shape)).astype(np.int32) - 1
+    ),
+    "half to two ranks": lambda idx, experts: np.where(idx % 2 == 0, idx % (2 * LOCAL), idx),
+    "half of the ranks equally full": lambda idx, experts: (
+        np.arange(idx.size, dtype=np.int32).reshape(idx.shape) % (experts // 2)
+    ),
+}
+
+
+@pytest.mark.skipif(TRANSPORT == "nccl", reason="copies go through windows")
+@pytest.mark.parametrize(("spare", "capacity"), [(LOCAL, None), (1, None), (LOCAL, 256)])
+def test_plans_with_copies_are_those_of_the_reference(
+    blocks: Blocks, several_gpus: int, spare: int, capacity: int | None
+) -> None:
+    found = []
+    for transport in (TRANSPORT, "xla"):
+        settings = {"spare_experts": spare, "alignment": 16, "transport": transport}
+        opened = open_layer(blocks.layer(transport, **settings))
+
+        def planned(idx: Any, opened: Any = opened) -> Any:
+            layer, index, mesh = opened
+            call = make_call(layer, mesh, idx.shape[:1], (), handle=0, capacity=capacity)
+            call = dataclasses.replace(call, own_alignment=ROW_ALIGNMENT)
+            _, plan, most, experts = copies.spread(call, index, idx)
+            # Columns behind these are only of packed rows.
+            return plan._replace(recv_count=plan.recv_count[..., :4]), experts, most
+
+        run = jax.jit(planned)
+        found.append([ran(run, blocks.drawn(change)[2]) for change in PLANNED.values()])
+    for name, (got, experts, most), (want, *others) in zip(PLANNED, *found, strict=True):
+        for field, values in want._asdict().items():
+            np.testing.assert_array_equal(getattr(got, field), values, err_msg=f"{name}: {field}")
+        np.testing.assert_array_equal(experts, others[0], err_msg=name)
+        assert (experts >= 0).any() or name not in ("everything to one rank", "zipf"), name
+        if not TRIAL:
+            np.testing.assert_array_equal(most, got.group_sizes.sum(-1).max(), err_msg=name)
 
 
 KEPT = {"fits nowhere": 0.01, "fits on some ranks": 1.0, "fits": 8.0}

@@ -196,7 +196,7 @@ def test_every_rank_has_the_plan_of_what_is_kept(
     layer, idx = group.register_layer("moe", top_k=TOP_K), skewed_idx(8)
     plan = ep.prepare(layer, idx, capacity=capacity)
     call = call_of_plan(layer, group.mesh, plan)
-    call, arrays, experts = copies.spread(call, jnp.zeros(1, jnp.int32), idx, plan.arrays)
+    call, arrays, _, experts = copies.spread(call, jnp.zeros(1, jnp.int32), idx)
     kept = np.asarray(plan.arrays.kept).reshape(2, 4 * 2)
     physical = np.asarray(arrays.kept).reshape(2, 4, 2 + SPARE)
     assert call.capacity == layout.spread_capacity(
@@ -210,6 +210,7 @@ def test_every_rank_has_the_plan_of_what_is_kept(
         np.testing.assert_array_equal(physical[domain, :, 2:], rows)
     # Which slots have rows, and how many rows there are, is what it was.
     np.testing.assert_array_equal(arrays.dst_row >= 0, plan.arrays.dst_row >= 0)
+    np.testing.assert_array_equal(arrays.num_recv, plan.arrays.num_recv)
     assert physical.sum() == kept.sum()
     assert (capacity is None) == bool(
         (np.asarray(plan.arrays.dst_row) >= 0).sum() == (idx >= 0).sum()

@@ -281,7 +281,7 @@ def moe(
         with scope("aux_loss", static):
             counted = None if all_count else losses.in_losses(routed)
             aux = losses.balance(routed, aux_loss_coeff, counted, axes or None)
-    stats = _stats(static, routed, plan.arrays, axes) if return_stats else None
+    stats = _stats(static, routed, plan, axes) if return_stats else None
     return _results(y.astype(x.dtype), aux, stats, after)
 
 

@@ -1,7 +1,9 @@
 """Copies experts for one call of `ep.moe`: rows of overfull ranks go to slots of other ranks.
 
-Every rank computes the same plan from the rows that each expert keeps. Rows of an expert, in order
-of (source rank, token, slot), stay at its home rank up to some position; later rows go to copies.
+Every rank computes the same plan from the rows that each expert keeps. Over windows of GPUs the
+kernel of prepare does so (`spread_rows.cuh`), with the same integers as the functions here. Rows of
+an expert, in order of (source rank, token, slot), stay at its home rank up to some position; later
+rows go to copies.
 The physical experts of a rank are its L own ones, followed by its slots. Movement and matmuls see
 only physical experts: drops, loads and statistics were decided before, from the logical experts.
 
@@ -19,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from ep_runtime.device_layout import maps_windows
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import AnyArrays, arrays_type
 from ep_runtime_client.ops.kernels.slots import _up, as_int32, exclusive_sum, rows_at
@@ -133,53 +136,49 @@ def physical_experts(
 
 
 def spread(
-    call: Call, index: jax.Array, topk_idx: jax.Array, plan: AnyArrays
-) -> tuple[Call, AnyArrays, jax.Array]:
-    """Spreads the rows that a plan keeps over copies of their experts.
+    call: Call, index: jax.Array, topk_idx: jax.Array
+) -> tuple[Call, AnyArrays, jax.Array, jax.Array]:
+    """Plans the rows that a call keeps, spread over copies of their experts.
 
     Returns:
-        The call on physical experts, its plan, and the expert of each slot of the ranks, int32 [R,
-        N, S], -1 in empty slots.
+        The call on physical experts; its plan, with `num_recv` as without copies; the most rows in
+        the zones of any rank, int32 [R, 1]; and the expert of each slot of the ranks, int32 [R, N,
+        S], -1 in empty slots.
     """
     with scope("prepare", call.layer):
         call = dataclasses.replace(call, spread=True).varied(topk_idx, index)
         idx = per_device.place(call, "topk_idx", topk_idx)
-        made = eager.settled(_spread, call, again.told(index, idx), idx, plan)
-    *arrays, experts = (checkpoint_name(x, "ep_plan") for x in made)
-    return call, arrays_type(call.group)(*arrays), experts
+        made = eager.settled(_spread, call, again.told(index, idx), idx)
+    *arrays, most, experts = (checkpoint_name(x, "ep_plan") for x in made)
+    return call, arrays_type(call.group)(*arrays), most, experts
 
 
-def _spread(
-    call: Call, index: jax.Array, topk_idx: jax.Array, plan: AnyArrays
-) -> tuple[jax.Array, ...]:
-    slabs, results = (plan.dst_row, plan.recv_count, plan.kept), len(plan) + 1
+def _spread(call: Call, index: jax.Array, topk_idx: jax.Array) -> tuple[jax.Array, ...]:
+    results = len(arrays_type(call.group)._fields) + 2
+    body = windows.prepare_spread if maps_windows(call.group) else _planned
     tokens = (as_int32(topk_idx),)
-    return per_device.run(
-        call, "prepare", _planned, index, tokens, slabs, results, variant="spread"
-    )
+    return per_device.run(call, "prepare", body, index, tokens, (), results, variant="spread")
 
 
-def _planned(
-    at: DeviceCall,
-    topk_idx: jax.Array,
-    dst_row: jax.Array,
-    recv_count: jax.Array,
-    kept: jax.Array,
-) -> tuple[jax.Array, ...]:
-    call, group = at.call, at.call.layer.group_spec
-    of_rank = between_xla.all_gather(call, kept)  # [N, L]
+def _planned(at: DeviceCall, topk_idx: jax.Array) -> tuple[AnyArrays, jax.Array, jax.Array]:
+    """Does in JAX, on any transport, what `windows.prepare_spread` does in one call."""
+    call, group, ops = at.call, at.call.layer.group_spec, per_device_ops(at.call.group)
+    at_home = at._replace(call=dataclasses.replace(call, spread=False))
+    first: AnyArrays = ops.prepare(at_home, topk_idx)[0]
+    of_rank = between_xla.all_gather(call, first.kept)  # [N, L]
     demand = of_rank.reshape(-1)
     copies = balanced(demand, group.ep_size, group.spare_experts)
     base = exclusive_sum(_up(of_rank, call.row_alignment)).reshape(-1)
-    has_row = (dst_row >= 0).reshape(-1)
+    has_row = (first.dst_row >= 0).reshape(-1)
     expert = jnp.where(has_row, topk_idx.reshape(-1), 0)
-    position = dst_row.reshape(-1) - rows_at(base, expert)
+    position = first.dst_row.reshape(-1) - rows_at(base, expert)
     physical = physical_experts(expert, position, demand, copies)
     physical = jnp.where(has_row, physical, -1).reshape(topk_idx.shape)
-    plan: AnyArrays = per_device_ops(call.group).prepare(at, physical)[0]
+    plan: AnyArrays = ops.prepare(at, physical)[0]
     # Dropped slots are counted in the first plan.
-    counts = plan.recv_count.at[0, 3].set(recv_count[0, 3])
-    return (*plan._replace(recv_count=counts), jnp.where(copies.rows > 0, copies.expert, -1))
+    counts = plan.recv_count.at[0, 3].set(first.recv_count[0, 3])
+    found = plan._replace(recv_count=counts, num_recv=first.num_recv)
+    return found, plan.num_recv, jnp.where(copies.rows > 0, copies.expert, -1)
 
 
 def with_copies(at: DeviceCall, experts: jax.Array | None, tree: Tree) -> Tree:

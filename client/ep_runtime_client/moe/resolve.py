@@ -23,7 +23,7 @@ from ep_runtime_client.moe.state import MoEState
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.calls.call import Call
-from ep_runtime_client.ops.calls.plan import Plan
+from ep_runtime_client.ops.calls.plan import AnyArrays
 from ep_runtime_client.ops.gemm import kernels_32, quantized_operands
 from ep_runtime_client.ops.gemm.api import blocks_of, entries_of_bias, with_whole_blocks
 from ep_runtime_client.ops.gemm.checks import check_experts
@@ -152,23 +152,20 @@ def run(
     kept: Kept,
     body: str,
     state: MoEState | None,
-) -> tuple[jax.Array, Plan, MoEState | None]:
+) -> tuple[jax.Array, AnyArrays, MoEState | None]:
     """Runs the experts; returns (y like the tokens, the plan, the next state)."""
-    call, plan, most = _planned(resolve(layer)[0], moved, body)
+    call, plan, most, spread = _planned(resolve(layer)[0], moved, body)
     if call.layout.tokens_per_rank == 0:
         return moved.tokens, plan, state
     recipes, dtype = block.recipes, block.activation.dtype
-    sizes, moves, arrays, spread = plan.arrays.group_sizes, call, plan.arrays, None
-    if device_layout.spreads(call.group):
-        moves, arrays, spread = copies.spread(call, moved.index, moved.routed.topk_idx, arrays)
-        most = arrays.num_recv  # no rank has more than the workspace
+    slabs = (call.num_slabs, call.layer.group_spec.experts_per_rank)
     given = Operands(
         moved.index,
         moved.routed.topk_idx,
         moved.tokens,
         moved.routed.topk_weights.astype(jnp.float32),
         most,
-        arrays,
+        plan,
         # In the dtype of rows, except biases, and weights that a recipe quantizes or has quantized.
         wi=operand(params.wi, recipes[0], dtype),
         wo=operand(params.wo, recipes[1], dtype),
@@ -179,16 +176,16 @@ def run(
     )
     copied = contextlib.nullcontext() if spread is None else jax.named_scope(COPIED)
     with scope("experts", call.layer), copied:
-        resolved = _resolved(moves, block, weighted, kept, body, given)
+        resolved = _resolved(call, block, weighted, kept, body, given)
         where = resolved.where
         experts = regions.whole_shape(where, given.wo.shape, resolved.sharding[1])[0]
-        check_experts(where, experts, sizes, call.group.num_experts)
+        check_experts(where, experts, slabs, call.layer.group_spec.num_experts)
         placed = _placed(resolved, given)
         if state is None:
             y, _ = eager.settled(gradient.primal, resolved, placed, traced=gradient.block)
         else:
             histories = [
-                _History.of(resolved, which, given.kernels[which], sizes, each)
+                _History.of(resolved, which, given.kernels[which], slabs, each)
                 for which, each in enumerate((state.wi, state.wo))
             ]
             placed = placed._replace(scales=tuple(each.scales for each in histories))
@@ -203,8 +200,11 @@ def run(
     return y, plan, state
 
 
-def _planned(layer: EpLayer, moved: Moved, body: str) -> tuple[Call, Plan, jax.Array]:
-    """Makes the call and its plan; returns also the most rows of any rank's zones, int32 [R, 1]."""
+def _planned(
+    layer: EpLayer, moved: Moved, body: str
+) -> tuple[Call, AnyArrays, jax.Array, jax.Array | None]:
+    """Makes the call and its plan; returns also the most rows of any rank's zones, int32 [R, 1],
+    and the experts of slots for copies."""
     tokens, routed = moved.tokens, moved.routed
     check_width("tokens", layer, tokens.dtype, one_byte=True)
     given = (moved.index, tokens, routed.topk_idx, routed.topk_weights)
@@ -221,9 +221,10 @@ def _planned(layer: EpLayer, moved: Moved, body: str) -> tuple[Call, Plan, jax.A
     with_workspace = bodies.has_workspace(body)
     if with_workspace:
         call = dataclasses.replace(call, own_alignment=workspace.ROW_ALIGNMENT)
-    with_most = with_workspace and not device_layout.spreads(call.group)
-    plan, most = make_plan(call, moved.index, routed.topk_idx, most=with_most)
-    return call, plan, plan.arrays.num_recv if most is None else most
+    if device_layout.spreads(call.group) and call.layout.tokens_per_rank > 0:
+        return copies.spread(call, moved.index, routed.topk_idx)
+    plan, most = make_plan(call, moved.index, routed.topk_idx, most=with_workspace)
+    return call, plan.arrays, plan.arrays.num_recv if most is None else most, None
 
 
 def _resolved(
@@ -319,7 +320,7 @@ class _History:
         call: ResolvedCall,
         which: int,
         kernel: Kernel,
-        group_sizes: jax.Array,
+        slabs: tuple[int, int],
         state: DelayedState | None,
     ) -> _History:
         if state is None:
@@ -330,7 +331,7 @@ class _History:
         assert entries is not None
         experts = regions.whole_shape(where, kernel.shape, entries)[0]
         rows = padded((where.roles.slab, (), entries[1]), 3)
-        delayed = Delayed.of(where, recipe, experts, group_sizes.shape, rows, entries)
+        delayed = Delayed.of(where, recipe, experts, slabs, rows, entries)
         check_state(recipe, state, experts)
         state = state if where.manual else regions.settle(where, state, ())
         return cls(delayed, state, regions.settle(where, delayed.scales(state), ()))

@@ -72,7 +72,10 @@ Status ReadSizes(const Call& call, const Operand& rows, const PlanOperands& plan
 }
 
 // ep_prepare_v1(rank, layer_index, topk_idx s32 [T, K]; row_alignment=the layer's)
-//   -> the nine plan arrays, and on NVIDIA GPUs maybe `more` results that the caller reads
+//   -> the nine plan arrays, and on NVIDIA GPUs maybe `more` results that the caller reads:
+//      most s32 [1], rows of the fullest slab, for block calls;
+//      experts s32 [N, S] of slots for copies. Then the plan has L + S experts, and rows=the rows
+//      that a rank keeps before they are spread
 template <typename Call, typename Params>
 Status ReadPrepare(const Call& call, Params* params, size_t more = 0) {
   EP_RETURN_IF_ERROR(call.frame.CheckCount(3, kPlanArrays + more));

@@ -78,8 +78,8 @@ struct Plan {
     staged_start = ints(c.ranks * c.tokens + 1);
     staged_row = ints(c.capacity);
     staged_slot = ints(c.capacity);
-    kept = ints(c.experts / c.ranks);
-    group_sizes = ints(c.experts / c.ranks);
+    kept = ints(c.physical());
+    group_sizes = ints(c.physical());
     num_recv = ints(1);
   }
   template <typename Int>
@@ -93,7 +93,7 @@ struct Plan {
 struct RankData {
   Buffer idx, tokens, topk_weights, expert_out, row_weights, grad;
   std::unique_ptr<Plan> plan;
-  Buffer recv, recv_weights, out, d_tokens, d_topk, d_expert_out, d_weights, verdict;
+  Buffer recv, recv_weights, out, d_tokens, d_topk, d_expert_out, d_weights, verdict, most, slots;
 };
 
 class CaseRunner {
@@ -110,15 +110,25 @@ class CaseRunner {
     world_.Use(rank);
     RankData& d = data_[rank];
     const cudaStream_t stream = world_.stream(rank);
-    const ec::CallSizes sizes{c_.tokens, c_.top_k, c_.capacity, c_.experts / c_.ranks, c_.width};
+    ec::CallSizes sizes{c_.tokens, c_.top_k, c_.capacity, c_.local(), c_.width};
     const int row_bytes = c_.width * ElementBytes(c_.type);
     ec::DeviceGroup* group = world_.group(rank);
     const ec::CallName name{0x1234, nullptr, 0};
     const ep_runtime::LaneRoom room = ep_runtime::LaneLayout(world_.sizes()).room;
-    CHECK_CUDA(ec::LaunchPrepare(
-        stream,
-        {group, name, sizes, c_.experts, c_.alignment, c_.row_alignment(), d.idx->as<int32_t>(),
-         d.plan->buffers<int32_t>(), d.verdict->as<ec::DeviceVerdict>(), grids_.prepare, room}));
+    CHECK_CUDA(ec::LaunchPrepare(stream, {group,
+                                          name,
+                                          sizes,
+                                          c_.experts,
+                                          c_.alignment,
+                                          c_.row_alignment(),
+                                          d.idx->as<int32_t>(),
+                                          d.plan->buffers<int32_t>(),
+                                          d.verdict->as<ec::DeviceVerdict>(),
+                                          grids_.prepare,
+                                          room,
+                                          d.most->as<int32_t>(),
+                                          {c_.spare, c_.most_kept(), d.slots->as<int32_t>()}}));
+    sizes.experts = c_.physical();
     const auto plan = d.plan->buffers<const int32_t>();
     CHECK_CUDA(ec::LaunchDispatch(
         stream, {group, name, sizes, c_.type, row_bytes, d.tokens->as<void>(),
@@ -176,8 +186,8 @@ class CaseRunner {
     int overrun = 0;
     for (const Buffer* each :
          {&d.recv, &d.recv_weights, &d.out, &d.d_tokens, &d.d_topk, &d.d_expert_out, &d.d_weights,
-          &d.verdict, &p.dst_rank, &p.dst_row, &p.recv_count, &p.staged_start, &p.staged_row,
-          &p.staged_slot, &p.kept, &p.group_sizes, &p.num_recv}) {
+          &d.verdict, &d.most, &d.slots, &p.dst_rank, &p.dst_row, &p.recv_count, &p.staged_start,
+          &p.staged_row, &p.staged_slot, &p.kept, &p.group_sizes, &p.num_recv}) {
       overrun += !(*each)->intact();
     }
     return overrun;
@@ -261,6 +271,8 @@ class CaseRunner {
     }
     d.d_topk = std::make_unique<Memory>(int64_t{c_.tokens} * c_.top_k * 4);
     d.verdict = std::make_unique<Memory>(sizeof(ec::DeviceVerdict));
+    d.most = std::make_unique<Memory>(4);
+    d.slots = std::make_unique<Memory>(int64_t{c_.ranks} * c_.spare * 4);
   }
 
   template <typename T>
@@ -281,9 +293,10 @@ class CaseRunner {
     const Plan& got = *data_[r].plan;
     int lowest = -1;
     for (int i = c_.ranks - 1; i >= 0; --i) {
-      if (routed_.plans[i].num_recv[0] > c_.capacity) lowest = i;
+      if (routed_.plans[i].num_recv[0] > c_.most_kept()) lowest = i;
     }
-    const Ints verdict{lowest, lowest < 0 ? 0 : routed_.plans[lowest].num_recv[0], c_.capacity};
+    const Ints verdict{lowest, lowest < 0 ? 0 : routed_.plans[lowest].num_recv[0], c_.most_kept()};
+    const Ints most{*std::max_element(routed_.zones.begin(), routed_.zones.end())};
     return Same("dst_rank", r, got.dst_rank, want.dst_rank) +
            Same("dst_row", r, got.dst_row, want.dst_row) +
            Same("recv_count", r, got.recv_count, want.recv_count) +
@@ -293,7 +306,8 @@ class CaseRunner {
            Same("kept", r, got.kept, want.kept) +
            Same("group_sizes", r, got.group_sizes, want.group_sizes) +
            Same("num_recv", r, got.num_recv, want.num_recv) +
-           Same("verdict", r, data_[r].verdict, verdict);
+           Same("verdict", r, data_[r].verdict, verdict) + Same("most", r, data_[r].most, most) +
+           Same("experts of slots", r, data_[r].slots, routed_.slots);
   }
 
   int CompareDispatch(int r) {

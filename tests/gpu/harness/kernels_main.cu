@@ -58,6 +58,19 @@ std::vector<Case> Cases(int n) {
       {"K 32 repeats", n, 65, 32, 32, 8 * n, 2, 16384, T::kF16, 1, true, P::kExact},
       {"many experts", n, 500, 16, 8, 2048 / n * n, 8, 65536, T::kBF16, 0, false},
       {"tokens of several steps", n, 3000, 32, 2, 8 * n, 128, 16384, T::kBF16, 1, true},
+      // With copies of experts: as many slots as experts, or few of them.
+      {"copies, even", n, 300, 64, 4, 8 * n, 8, 1352, T::kBF16, 0, true, P::kFast, false, 1, 8,
+       9600},
+      {"copies, skewed", n, 300, 64, 4, 8 * n, 8, 1352, T::kBF16, 4, true, P::kFast, false, 0, 8,
+       9600},
+      {"copies, skewed, drops", n, 300, 64, 4, 8 * n, 8, 536, T::kF32, 4, true, P::kFast, false, 1,
+       8, 400},
+      {"copies, skewed, few slots", n, 300, 64, 4, 32 * n, 1, 9600, T::kBF16, 4, true, P::kExact,
+       false, 0, 3, 9600},
+      {"copies, all to one expert", n, 300, 64, 4, 8 * n, 8, 1352, T::kBF16, 2, true, P::kFast,
+       false, 1, 8, 38400},
+      {"copies, a rank without rows", n, 300, 64, 4, 4 * n, 1, 1240, T::kF16, 3, true, P::kFast,
+       false, 0, 5, 9600},
   };
 }
 
@@ -255,8 +268,10 @@ int RunCombineFailure(int n, int gpus, const Grids& grids) {
 // A peer may write anything into a window. A whole round fills rank 0's window. Then rank 0 runs
 // all ops again, alone, with one word of the window changed: every `step`-th word in turn. Each
 // call must end, within its budget if a flag is gone, and write only into its own arrays.
-int RunFuzz(int n, int gpus, const Grids& grids, int step, uint64_t budget_ns) {
-  const Case c{"one word of a window", n, 8, 16, 2, 4 * n, 4, 64, RowType::kBF16, 1, true};
+int RunFuzz(int n, int gpus, const Grids& grids, int step, uint64_t budget_ns, int spare) {
+  Case c{"one word of a window", n, 8, 16, 2, 4 * n, 4, 64, RowType::kBF16, 1, true};
+  c.spare = spare;
+  c.given_most_kept = c.capacity;
   GroupSizes sizes = SizesOf(c);
   sizes.lanes = 8;  // more lanes than ops, so that every op's words stay
   World world(sizes, gpus, budget_ns);
@@ -301,8 +316,8 @@ int RunFuzz(int n, int gpus, const Grids& grids, int step, uint64_t budget_ns) {
   wrong += runner.CountOverruns(0);
   // With the window restored, everything works again.
   wrong += RunNext(world, c, 12, grids);
-  std::printf("%s %lld rounds with one word of %zu bytes of a window wrong, %.1f s\n",
-              wrong == 0 ? "ok  " : "FAIL", static_cast<long long>(words), bytes, s);
+  std::printf("%s %lld rounds with one word of %zu bytes of a window wrong, %d slots, %.1f s\n",
+              wrong == 0 ? "ok  " : "FAIL", static_cast<long long>(words), bytes, spare, s);
   std::fflush(stdout);
   return wrong;
 }
@@ -339,9 +354,10 @@ int Main(const std::string& what, int ranks, int gpus) {
     for (int i : {0, 1}) wrong += RunCase(Cases(ranks)[i], gpus, grids, 3, (1 << 24) - 3);
     wrong += RunGraphs(Cases(ranks)[0], gpus, grids);
     // A sanitizer makes kernels a hundred times slower.
-    if (ranks > 1) {
-      wrong += what == "small" ? RunFuzz(ranks, gpus, grids, 97, 5'000'000)
-                               : RunFuzz(ranks, gpus, grids, 1, 200'000);
+    for (int spare : {0, 4}) {
+      if (ranks == 1) continue;
+      wrong += what == "small" ? RunFuzz(ranks, gpus, grids, 97, 5'000'000, spare)
+                               : RunFuzz(ranks, gpus, grids, 1, 200'000, spare);
     }
     wrong += RunOneSided(ranks, gpus, grids, what == "small" ? 16 : 8192);
   }

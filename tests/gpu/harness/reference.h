@@ -36,7 +36,12 @@ struct Case {
   CombinePrecision precision = CombinePrecision::kFast;
   bool wide = false;            // combine's result is f32 with 16-bit rows
   int given_row_alignment = 0;  // 0: equal to `alignment`
+  int spare = 0;                // slots of a rank for copies of experts
+  int given_most_kept = 0;      // with slots: rows that a rank keeps before they are spread
 
+  int local() const { return experts / ranks; }
+  int physical() const { return local() + spare; }
+  int most_kept() const { return spare == 0 ? capacity : given_most_kept; }
   int row_alignment() const { return given_row_alignment == 0 ? alignment : given_row_alignment; }
 };
 
@@ -59,7 +64,10 @@ inline ep_runtime::GroupSizes GroupOf(int ranks, int experts, int width, int tok
           capacity, top_k, bytes,   2,     LaneRows(ranks, tokens, top_k)};
 }
 inline ep_runtime::GroupSizes SizesOf(const Case& c) {
-  return GroupOf(c.ranks, c.experts, c.width, c.tokens, c.capacity, c.top_k, ElementBytes(c.type));
+  auto sizes =
+      GroupOf(c.ranks, c.experts, c.width, c.tokens, c.capacity, c.top_k, ElementBytes(c.type));
+  sizes.spare_experts = c.spare;
+  return sizes;
 }
 inline int CountColumns(const Case& c) {
   return static_cast<int>(ep_runtime::LaneLayout(SizesOf(c)).room.CountColumns(c.tokens));
@@ -116,6 +124,7 @@ struct Row {
 
 struct Routed {
   std::vector<RankPlan> plans;
+  Ints slots;                          // [N, S] expert of each slot for copies, -1: none
   std::vector<std::vector<Row>> rows;  // [N][C] owner of each row
   std::vector<int> zones;              // [N] end of the last zone
 };
@@ -135,8 +144,126 @@ inline void AddPairCounts(const Case& c, Routed* routed) {
   }
 }
 
+// An expert, or a slot for copies, and rows of it.
+struct Piece {
+  int expert = -1;
+  int64_t rows = 0;
+};
+
+// Sorts pieces with most rows first, and otherwise keeps their order.
+inline void Sort(std::vector<Piece>* pieces) {
+  std::stable_sort(pieces->begin(), pieces->end(),
+                   [](const Piece& a, const Piece& b) { return a.rows > b.rows; });
+}
+
+// Spreads the rows that experts keep over slots of other ranks: returns slots [N, S].
+inline std::vector<Piece> Spread(const Case& c, const std::vector<int64_t>& kept) {
+  struct Grant {
+    int taker, giver;
+    int64_t rows;
+  };
+  std::vector<Piece> givers, takers;  // ranks
+  std::vector<int64_t> load(c.ranks, 0), left(c.ranks, 0);
+  for (int e = 0; e < c.experts; ++e) load[e / c.local()] += kept[e];
+  int64_t total = 0;
+  for (const int64_t rows : load) total += rows;
+  const int64_t even = (total + c.ranks - 1) / c.ranks;
+  total = 0;
+  for (int r = 0; r < c.ranks; ++r) {
+    left[r] = load[r] - even;
+    if (load[r] > even + even * 3 / 100) {
+      givers.push_back({r, left[r]});
+      total += left[r];
+    } else if (left[r] < 0) {
+      takers.push_back({r, -left[r]});
+    }
+  }
+  Sort(&givers);
+  Sort(&takers);
+  std::vector<Grant> grants;
+  size_t at = 0;
+  for (const Piece& taker : takers) {
+    const int64_t rows = std::min(taker.rows, total);
+    if (rows == 0) break;
+    grants.push_back({taker.expert, givers[at].expert, rows});
+    left[givers[at].expert] -= rows;
+    total -= rows;
+    // A giver that gave too much takes from the next one.
+    for (; left[givers[at].expert] <= 0 && at + 1 < givers.size(); ++at) {
+      const int64_t missing = -left[givers[at].expert];
+      if (missing == 0) continue;
+      grants.push_back({givers[at].expert, givers[at + 1].expert, missing});
+      left[givers[at + 1].expert] -= missing;
+    }
+  }
+  std::vector<Piece> slots(c.ranks * c.spare);
+  std::vector<bool> is_short(c.ranks, false);
+  for (const Piece& giver : givers) {
+    std::vector<Piece> pile;
+    for (int e = giver.expert * c.local(); e < (giver.expert + 1) * c.local(); ++e) {
+      pile.push_back({e, kept[e]});
+    }
+    Sort(&pile);
+    size_t top = 0;
+    for (const Grant& grant : grants) {
+      if (grant.giver != giver.expert) continue;
+      std::vector<Piece> found;
+      for (int64_t wanted = grant.rows; wanted > 0;) {
+        const int64_t rows = std::min(pile[top].rows, wanted);
+        found.push_back({pile[top].expert, rows});
+        wanted -= rows;
+        pile[top].rows -= rows;
+        if (pile[top].rows == 0) ++top;
+      }
+      Sort(&found);
+      found.resize(std::min<size_t>(found.size(), c.spare));
+      if (is_short[grant.taker]) found.clear();
+      int64_t given = 0;
+      for (size_t slot = 0; slot < found.size(); ++slot) {
+        slots[grant.taker * c.spare + slot] = found[slot];
+        given += found[slot].rows;
+      }
+      if (given < grant.rows) is_short[giver.expert] = true;
+    }
+  }
+  return slots;
+}
+
+// The physical experts, a rank's own ones followed by its slots, with the rows that each gets.
+struct Physical {
+  std::vector<int64_t> rows, base;
+  std::vector<std::vector<int>> of_expert;  // [E] in the order in which they get its rows
+};
+
+inline Physical SpreadOut(const Case& c, const std::vector<int64_t>& kept, Ints* experts) {
+  Physical out;
+  out.rows.resize(c.ranks * c.physical());
+  out.of_expert.resize(c.experts);
+  for (int e = 0; e < c.experts; ++e) {
+    out.of_expert[e] = {e / c.local() * c.physical() + e % c.local()};
+    out.rows[out.of_expert[e][0]] = kept[e];
+  }
+  const std::vector<Piece> slots = Spread(c, kept);
+  for (size_t slot = 0; slot < slots.size(); ++slot) {
+    experts->push_back(slots[slot].expert);
+    if (slots[slot].expert < 0) continue;
+    std::vector<int>& places = out.of_expert[slots[slot].expert];
+    const int rank = static_cast<int>(slot) / c.spare;
+    places.push_back(rank * c.physical() + c.local() + static_cast<int>(slot) % c.spare);
+    out.rows[places.back()] = slots[slot].rows;
+    out.rows[places[0]] -= slots[slot].rows;
+  }
+  int64_t base = 0;
+  for (size_t p = 0; p < out.rows.size(); ++p) {
+    if (p % c.physical() == 0) base = 0;
+    out.base.push_back(base);
+    base += ep_runtime::AlignUp(out.rows[p], c.row_alignment());
+  }
+  return out;
+}
+
 inline Routed Route(const Case& c, const std::vector<Ints>& idx) {
-  const int local = c.experts / c.ranks;
+  const int local = c.local();
   Ints counts(c.ranks * c.experts, 0);
   for (int r = 0; r < c.ranks; ++r) {
     for (int e : idx[r]) {
@@ -144,8 +271,9 @@ inline Routed Route(const Case& c, const std::vector<Ints>& idx) {
     }
   }
   const auto layout = ep_runtime::LayOutRows(counts.data(), c.experts, c.ranks, c.experts, local,
-                                             c.capacity, {c.alignment, c.row_alignment()});
+                                             c.most_kept(), {c.alignment, c.row_alignment()});
   Routed out;
+  const Physical physical = SpreadOut(c, layout.kept, &out.slots);
   out.plans.resize(c.ranks);
   out.rows.assign(c.ranks, std::vector<Row>(c.capacity));
   out.zones.assign(c.ranks, 0);
@@ -157,11 +285,16 @@ inline Routed Route(const Case& c, const std::vector<Ints>& idx) {
     for (int i = 0; i < c.tokens * c.top_k; ++i) {
       const int e = idx[r][i];
       if (e < 0 || e >= c.experts) continue;
-      const int64_t position = next[e]++;
+      int64_t position = next[e]++;
       if (position >= layout.kept[e]) continue;
-      plan.dst_rank[i] = e / local;
-      plan.dst_row[i] = static_cast<int32_t>(layout.base[e] + position);
-      out.rows[e / local][plan.dst_row[i]] = {r, i / c.top_k, i % c.top_k};
+      size_t which = 0;
+      while (position >= physical.rows[physical.of_expert[e][which]]) {
+        position -= physical.rows[physical.of_expert[e][which++]];
+      }
+      const int p = physical.of_expert[e][which];
+      plan.dst_rank[i] = p / c.physical();
+      plan.dst_row[i] = static_cast<int32_t>(physical.base[p] + position);
+      out.rows[plan.dst_rank[i]][plan.dst_row[i]] = {r, i / c.top_k, i % c.top_k};
     }
   }
   for (int r = 0; r < c.ranks; ++r) {
@@ -193,11 +326,13 @@ inline Routed Route(const Case& c, const std::vector<Ints>& idx) {
     plan.staged_start.resize(c.ranks * c.tokens + 1, entries);
     int64_t demand = 0;
     for (int e = r * local; e < (r + 1) * local; ++e) {
-      plan.kept.push_back(static_cast<int32_t>(layout.kept[e]));
-      const auto zone = ep_runtime::AlignUp(layout.kept[e], c.row_alignment());
+      demand += ep_runtime::AlignUp(layout.demand[e], c.alignment);
+    }
+    for (int p = r * c.physical(); p < (r + 1) * c.physical(); ++p) {
+      plan.kept.push_back(static_cast<int32_t>(physical.rows[p]));
+      const auto zone = ep_runtime::AlignUp(physical.rows[p], c.row_alignment());
       plan.group_sizes.push_back(static_cast<int32_t>(zone));
       out.zones[r] += static_cast<int>(zone);
-      demand += ep_runtime::AlignUp(layout.demand[e], c.alignment);
     }
     plan.num_recv = {static_cast<int32_t>(demand)};
   }

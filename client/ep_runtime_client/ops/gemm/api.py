@@ -173,7 +173,7 @@ def _call(
     # Checks that need the layer, or the facts that it would give.
     if layer is not None:
         regions.check_slabs(where, "lhs", lhs.shape[0])
-        check_experts(where, num_experts, group_sizes, regions.num_experts_of(layer))
+        check_experts(where, num_experts, group_sizes.shape, regions.num_experts_of(layer))
     else:
         check_slabs_share(tuple(rhs.shape), tuple(group_sizes.shape))
     if out_dtype is None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from ep_runtime.errors import InvalidArgumentError
@@ -111,9 +111,10 @@ def check_delayed(recipe: Any, state: Any, *, plain: bool) -> None:
 
 
 def check_experts(
-    where: Partitioning, num_experts: int, group_sizes: jax.Array, wanted: int
+    where: Partitioning, num_experts: int, group_sizes: Sequence[int], wanted: int
 ) -> None:
-    """Raises InvalidArgumentError unless weight and group sizes have the layer's experts."""
+    """Raises InvalidArgumentError unless weight and group sizes (their dims) have the layer's
+    experts."""
     assert where.roles is not None
     if num_experts != wanted:
         raise InvalidArgumentError(
@@ -121,10 +122,10 @@ def check_experts(
             argument="rhs",
         )
     groups = wanted // where.roles.size(where.roles.ep)
-    if group_sizes.shape[1] != groups:
+    if group_sizes[1] != groups:
         raise InvalidArgumentError(
             f"group_sizes must be [R, {groups}] for the {wanted} experts of {where.roles.owner} "
-            f"over {where.roles.named(where.roles.ep)}, got {list(group_sizes.shape)}",
+            f"over {where.roles.named(where.roles.ep)}, got {list(group_sizes)}",
             argument="group_sizes",
         )
 

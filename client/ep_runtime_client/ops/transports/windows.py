@@ -92,17 +92,40 @@ def prepare(
 ) -> tuple[PlanArrays, jax.Array | None]:
     call = at.call
     on_gpus = native.PLATFORMS[call.group.transport] == "cuda"
-    dims = [*plan_shapes(call, *topk_idx.shape), *[(1,)] * (most and on_gpus)]
-    results = [ShapeDtypeStruct(each, jnp.int32) for each in dims]
-    # On a GPU only a call that XLA does not record into a command buffer can fail a step.
-    waits = call.group.transport == "nvlink" and call.group.on_overflow == "error"
-    target = PREPARE_SYNC if waits else PREPARE
-    operands = (at.rank, at.layer_index, topk_idx)
-    made = native_call(call, target, results, *operands, **row_alignment(call))
-    plan = PlanArrays(*made[: len(PlanArrays._fields)])
+    plan, others = _prepared(at, topk_idx, [(1,)] * (most and on_gpus))
     if not most:
         return plan, None
-    return plan, made[-1] if on_gpus else largest(call, zone_rows(plan, topk_idx))
+    return plan, others[0] if on_gpus else largest(call, zone_rows(plan, topk_idx))
+
+
+def prepare_spread(at: DeviceCall, topk_idx: jax.Array) -> tuple[PlanArrays, jax.Array, jax.Array]:
+    """Makes the plan of a call on physical experts from the experts in topk_idx.
+
+    `num_recv` counts the rows demanded of a rank's own experts, as without copies.
+
+    Returns:
+        The plan; int32 [1], rows in the zones of the fullest rank; int32 [N, S], the expert of each
+        slot of the ranks, -1 in empty slots.
+    """
+    meta, group = at.call.meta, at.call.layer.group_spec
+    more = [(1,), (group.ep_size, group.spare_experts)]
+    plan, (most, experts) = _prepared(at, topk_idx, more, rows=meta.capacity)
+    return plan, most, experts
+
+
+def _prepared(
+    at: DeviceCall, topk_idx: jax.Array, more: Sequence[tuple[int, ...]], **attributes: int
+) -> tuple[PlanArrays, Sequence[jax.Array]]:
+    """Makes a plan, and `more` results of these shapes."""
+    call, group, count = at.call, at.call.layer.group_spec, len(PlanArrays._fields)
+    dims = [*plan_shapes(call, *topk_idx.shape), *more]
+    results = [ShapeDtypeStruct(each, jnp.int32) for each in dims]
+    # On a GPU only a call that XLA does not record into a command buffer can fail a step.
+    waits = group.transport == "nvlink" and group.on_overflow == "error"
+    target = PREPARE_SYNC if waits else PREPARE
+    operands = (at.rank, at.layer_index, topk_idx)
+    made = native_call(call, target, results, *operands, **row_alignment(call), **attributes)
+    return PlanArrays(*made[:count]), made[count:]
 
 
 def dispatch(

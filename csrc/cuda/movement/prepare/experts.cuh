@@ -12,25 +12,60 @@ namespace prepare {
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 
-// Arrays over experts, in dynamic shared memory.
+// Arrays over experts, in dynamic shared memory. P counts physical experts: a rank's L own ones,
+// followed by its S slots for copies.
 struct Experts {
-  int32_t* demand;   // [E] rows demanded by all sources
-  int32_t* kept;     // [E] rows kept
-  int32_t* base;     // [E] first row of the expert in its rank's slab
-  int32_t* first;    // [E] rows of earlier sources and of this rank's earlier blocks
-  int32_t* sources;  // [E] rows of earlier sources only
+  int local;        // L
+  int spare;        // S
+  int ranks;        // N
+  int32_t* demand;  // [E] rows demanded by all sources
+  int32_t* kept;    // [E] rows kept
+  int32_t* first;   // [E] rows of earlier sources and of this rank's earlier blocks
+  int32_t* base;    // [P] first row of the physical expert in its rank's slab
+  int32_t* rows;    // [P] rows of the physical expert; without slots `kept`
+  // Only with slots:
+  int32_t* next;   // [P] the physical expert that gets an expert's rows after this one's; -1: none
+  int32_t* slots;  // [N * S] expert of each slot, -1: none
+  int32_t* order;  // [E] a rank's experts, those that keep most rows first: numbers in the rank
+  int32_t* ends;   // [E] rows of experts up to here, in this order
   uint16_t* counts;  // [kWarps, E] slots of each warp, later of all earlier warps
 
-  static size_t Bytes(int experts) { return AlignUp(experts * int64_t{5 * 4 + kWarps * 2}, 16); }
-  __device__ Experts(uint8_t* shared, int experts) {
+  static size_t Bytes(int experts, int slots) {
+    const int64_t words = 4 * int64_t{experts} + (slots > 0 ? 4 * experts + 4 * slots : 0);
+    return AlignUp(words * 4 + int64_t{experts} * kWarps * 2, 16);
+  }
+  __device__ Experts(uint8_t* shared, const PrepareParams& params)
+      : local(params.sizes.experts), spare(params.spread.spare), ranks(params.num_experts / local) {
+    const int experts = params.num_experts, physical = experts + ranks * spare;
     demand = reinterpret_cast<int32_t*>(shared);
     kept = demand + experts;
-    base = kept + experts;
-    first = base + experts;
-    sources = first + experts;
-    counts = reinterpret_cast<uint16_t*>(sources + experts);
+    first = kept + experts;
+    base = first + experts;
+    int32_t* end = base + physical;
+    rows = kept;
+    next = slots = order = ends = nullptr;
+    if (spare > 0) {
+      rows = end;
+      next = rows + physical;
+      slots = next + physical;
+      order = slots + ranks * spare;
+      ends = order + experts;
+      end = ends + experts;
+    }
+    counts = reinterpret_cast<uint16_t*>(end);
+  }
+
+  __device__ int physical() const { return local + spare; }  // experts of a rank
+  // Returns the physical expert of an expert at home.
+  __device__ int Home(int expert) const {
+    return spare == 0 ? expert : expert + expert / local * spare;
   }
 };
+
+// Returns the rows that a rank's experts may keep.
+__device__ inline int32_t MostKept(const PrepareParams& params) {
+  return params.spread.spare > 0 ? params.spread.most_kept : params.sizes.capacity;
+}
 
 // A warp's tokens, which are consecutive: no other warp or block has slots in between.
 struct TokenRange {

@@ -17,11 +17,11 @@ __device__ inline void GatherVerdict(const DeviceCall& call, const PrepareParams
   DeviceGroup* group = call.group;
   const uint64_t sequence = group->verdicts + 1;
   const int64_t slot = static_cast<int64_t>(sequence % kVerdictSlots) * group->world_size;
-  DeviceVerdict mine{-1, 0, params.sizes.capacity};
+  DeviceVerdict mine{-1, 0, MostKept(params)};
   for (int rank = call.ranks - 1; rank >= 0; --rank) {
     const int64_t demand = Zones(experts.demand + rank * params.sizes.experts, params.sizes.experts,
                                  INT32_MAX, params.alignment);
-    if (demand <= params.sizes.capacity) continue;
+    if (demand <= mine.capacity) continue;
     mine.rank = group->first_rank + rank;
     mine.demand = static_cast<int32_t>(min(demand, int64_t{INT32_MAX}));
   }
@@ -55,7 +55,7 @@ __device__ inline void GatherVerdict(const DeviceCall& call, const PrepareParams
   const int32_t rank = __reduce_min_sync(~0u, lowest.rank);
   const uint32_t holder = __ballot_sync(~0u, lowest.rank == rank);
   if (lane == __ffs(holder) - 1) {
-    *params.verdict = rank == INT32_MAX ? DeviceVerdict{-1, 0, params.sizes.capacity} : lowest;
+    *params.verdict = rank == INT32_MAX ? DeviceVerdict{-1, 0, mine.capacity} : lowest;
   }
   if (lane == 0) group->verdicts = sequence;
 }

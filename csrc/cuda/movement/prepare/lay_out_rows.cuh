@@ -3,7 +3,7 @@
 #define EP_RUNTIME_CUDA_MOVEMENT_PREPARE_LAY_OUT_ROWS_CUH_
 
 #include "cuda/movement/call/warp_scan.cuh"
-#include "cuda/movement/prepare/experts.cuh"
+#include "cuda/movement/prepare/spread_rows.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -57,9 +57,9 @@ __device__ inline void KeepRows(const int32_t* demand, int experts, int32_t capa
 }
 
 // Computes the same as LayOutRows of core/memory/plan.cc from the count matrix, and also where this
-// block's rows start.
+// block's rows start. With slots for copies, first spreads the rows.
 __device__ inline void LayOutRows(const DeviceCall& call, const PrepareParams& params,
-                                  const Experts& experts, int num_experts) {
+                                  const Experts& experts, int num_experts, SpreadShared* shared) {
   const int64_t stride = call.group->source_counts_bytes / 4;
   const int32_t* matrix = call.Counts(call.me, 0);
   const int32_t most = params.sizes.tokens * params.sizes.top_k;  // upper bound for counts that
@@ -73,24 +73,30 @@ __device__ inline void LayOutRows(const DeviceCall& call, const PrepareParams& p
       demand += count;
     }
     experts.demand[e] = demand;
-    experts.sources[e] = before;
     experts.first[e] += before;
   }
   __syncthreads();
-  const int local = params.sizes.experts;
   const int lane = threadIdx.x % 32;
   for (int rank = threadIdx.x / 32; rank < call.ranks; rank += kWarps) {
-    const int start = rank * local;
-    KeepRows(experts.demand + start, local, params.sizes.capacity, params.alignment,
+    const int start = rank * experts.local;
+    KeepRows(experts.demand + start, experts.local, MostKept(params), params.alignment,
              experts.kept + start);
     __syncwarp();
+  }
+  if (experts.spare > 0) SpreadRows(experts, shared);
+  const int local = experts.physical();
+  for (int rank = threadIdx.x / 32; rank < call.ranks; rank += kWarps) {
+    const int start = rank * local;
     int32_t base = 0;
     for (int at = 0; at < local; at += 32) {
       const bool real = at + lane < local;
-      const int32_t zone = real ? UpTo(experts.kept[start + at + lane], params.row_alignment) : 0;
-      const int32_t sum = WarpScan(zone);
-      if (real) experts.base[start + at + lane] = base + sum - zone;
-      base += __shfl_sync(~0u, sum, 31);
+      int32_t* rows = experts.rows + start + at + lane;
+      const int32_t zone = real ? UpTo(*rows, params.row_alignment) : 0;
+      const int32_t begin = base + WarpScan(zone) - zone;
+      if (real) experts.base[start + at + lane] = begin;
+      // Balanced rows fit, unless a peer wrote wrong counts.
+      if (real && experts.spare > 0) *rows = max(min(*rows, params.sizes.capacity - begin), 0);
+      base = __shfl_sync(~0u, begin + zone, 31);
     }
   }
   __syncthreads();

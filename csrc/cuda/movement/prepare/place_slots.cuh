@@ -3,7 +3,7 @@
 #define EP_RUNTIME_CUDA_MOVEMENT_PREPARE_PLACE_SLOTS_CUH_
 
 #include "cuda/movement/call/staged_index.cuh"
-#include "cuda/movement/prepare/experts.cuh"
+#include "cuda/movement/prepare/spread_rows.cuh"
 
 namespace ep_runtime {
 namespace cuda {
@@ -12,6 +12,7 @@ namespace prepare {
 constexpr int kSlotsAtOnce = 8;  // slots that a lane loads at once
 
 struct PrepareShared {
+  SpreadShared spread;
   int32_t warp_counts[kWarps][kMaxRanks];  // entries of each warp to each rank
   int32_t warp_staged[kWarps][kMaxRanks];
   int32_t warp_halves[kWarps][kMaxRanks];
@@ -39,11 +40,15 @@ __device__ inline void PlaceSlots(const DeviceCall& call, const PrepareParams& p
     int32_t rank = -1;
     int32_t row = -1;
     if (expert >= 0) {
-      const int32_t position =
-          experts.first[expert] + mine[expert] + __popc(same & ((1u << lane) - 1));
-      if (position < experts.kept[expert]) {
-        rank = expert / params.sizes.experts;
-        row = experts.base[expert] + position;
+      int32_t position = experts.first[expert] + mine[expert] + __popc(same & ((1u << lane) - 1));
+      int at = experts.Home(expert);
+      while (at >= 0 && position >= experts.rows[at]) {
+        position -= experts.rows[at];
+        at = experts.spare > 0 ? experts.next[at] : -1;
+      }
+      if (at >= 0) {
+        rank = at / experts.physical();
+        row = experts.base[at] + position;
       }
     }
     __syncwarp();

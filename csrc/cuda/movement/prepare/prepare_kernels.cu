@@ -11,8 +11,8 @@
 //   2 SendCounts     every block           scratch -> slots of earlier blocks: shared memory
 //                    block 0               scratch -> this rank's count row: Counts(dest, me)
 //     every block waits for CountsFlag(me, source) of all sources, this rank included
-//   3 LayOutRows     every block, alike    Counts(me, source) -> rows that every expert keeps, and
-//                                          where they begin: shared memory
+//   3 LayOutRows     every block, alike    Counts(me, source) -> rows that every expert keeps, or
+//                                          its copies get, and where they begin: shared memory
 //   4 PlaceSlots     every warp            topk_idx -> dst_rank, dst_row
 //     SumBlock       every block           -> its entries and staged rows for each rank: scratch
 //     all blocks of this rank meet (barrier 1)
@@ -20,7 +20,7 @@
 //                    block 0               scratch -> totals, next to CountsFlag(dest, me); in a
 //                                          packed call all totals, behind Counts(dest, me)
 //     SendEntries    every warp            dst_rank, dst_row -> Entries(dest, me)
-//     WriteSizes     block 0, last warp    -> kept, group_sizes, num_recv
+//     WriteSizes     block 0, last warp    -> kept, group_sizes, num_recv, experts of slots
 //     GatherVerdict  block 0, last warp    -> verdict, with on_overflow="error": it waits for the
 //                                          verdict lines of all ranks of the world
 //     every block waits for EntriesFlag(me, source, block) of all sources' blocks
@@ -39,7 +39,7 @@
 //
 // Waits cannot deadlock: nobody waits for a phase later than its own, on any rank. call.cuh
 // explains the begin and end of a call, and why its lane is free. A failed call fills its outputs
-// with zeros.
+// with zeros, and leaves slots for copies empty.
 
 #include <algorithm>
 
@@ -60,22 +60,24 @@ namespace {
 // Writes the sizes of this rank's zones. One warp of the first block calls this.
 __device__ void WriteSizes(const DeviceCall& call, const PrepareParams& params,
                            const Experts& experts) {
-  const int first = call.me * params.sizes.experts, lane = threadIdx.x % 32;
+  const int first = call.me * experts.local, lane = threadIdx.x % 32;
   int64_t demand = 0;
   int32_t dropped = 0;
-  for (int e = lane; e < params.sizes.experts; e += 32) {
-    const int32_t kept = experts.kept[first + e];
-    dropped += experts.demand[first + e] - kept;
-    params.plan.kept[e] = kept;
-    params.plan.group_sizes[e] = UpTo(kept, params.row_alignment);
+  for (int e = lane; e < experts.local; e += 32) {
+    dropped += experts.demand[first + e] - experts.kept[first + e];
     demand += UpTo(experts.demand[first + e], params.alignment);
   }
   for (int step = 16; step > 0; step /= 2) demand += __shfl_xor_sync(~0u, demand, step);
   dropped = __reduce_add_sync(~0u, dropped);
-  if (!params.spread) {
-    CountLoad(call.group, params.name, params.sizes.tokens, experts.kept + first,
-              params.sizes.experts);
+  const int32_t* rows = experts.rows + call.me * experts.physical();
+  for (int e = lane; e < experts.physical(); e += 32) {
+    params.plan.kept[e] = rows[e];
+    params.plan.group_sizes[e] = UpTo(rows[e], params.row_alignment);
   }
+  for (int slot = lane; slot < call.ranks * experts.spare; slot += 32) {
+    params.spread.experts[slot] = experts.slots[slot];
+  }
+  CountLoad(call.group, params.name, params.sizes.tokens, experts.kept + first, experts.local);
   if (lane == 0) {
     CountRows(call.group, params.name, 0, dropped);
     params.plan.num_recv[0] = static_cast<int32_t>(min(demand, int64_t{INT32_MAX}));
@@ -90,8 +92,8 @@ __device__ void WriteMost(const DeviceCall& call, const PrepareParams& params,
   int32_t most = 0;
   for (int rank = 0; rank < call.ranks; ++rank) {
     int32_t rows = 0;
-    for (int e = lane; e < params.sizes.experts; e += 32) {
-      rows += UpTo(experts.kept[rank * params.sizes.experts + e], params.row_alignment);
+    for (int e = lane; e < experts.physical(); e += 32) {
+      rows += UpTo(experts.rows[rank * experts.physical() + e], params.row_alignment);
     }
     most = max(most, static_cast<int32_t>(__reduce_add_sync(~0u, rows)));
   }
@@ -107,7 +109,7 @@ __device__ bool Route(const DeviceCall& call, const PrepareParams& params, const
   if (!MeetBlocks(call, 0, params.blocks)) return false;
   SendCounts(call, params, experts, num_experts);
   if (!AwaitCounts(call)) return false;
-  LayOutRows(call, params, experts, num_experts);
+  LayOutRows(call, params, experts, num_experts, &shared->spread);
   PlaceSlots(call, params, experts, num_experts, range, shared);
   const int32_t own = SumBlock(call, shared);
   if (!MeetBlocks(call, 1, params.blocks)) return false;
@@ -130,7 +132,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (LeftOut(params.name.wanted)) return;
   const DeviceCall call = BeginCall(params.group, params.name, OpCode::kPrepare);
   const int num_experts = params.num_experts;
-  const Experts experts(dynamic, num_experts);
+  const Experts experts(dynamic, params);
   if (!call.dead && params.group->bad_index != nullptr) CheckIndices(call, params, num_experts);
   if (!call.dead && static_cast<int>(blockIdx.x) < params.blocks) {
     Route(call, params, experts, num_experts, columns, &shared);
@@ -139,7 +141,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   const MutablePlan& plan = params.plan;
   const int64_t slots = int64_t{params.sizes.tokens} * params.sizes.top_k * 4;
-  const int64_t local = int64_t{params.sizes.experts} * 4;
+  const int64_t local = int64_t{experts.physical()} * 4;
+  const int64_t copies = int64_t{experts.ranks} * experts.spare * 4;
   const Output outputs[] = {
       {plan.dst_rank, slots, 0},
       {plan.dst_row, slots, 0},
@@ -150,7 +153,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       {plan.kept, local, 0},
       {plan.group_sizes, local, 0},
       {plan.num_recv, 4, 0},
-      {params.most, params.most != nullptr ? 4 : 0, 0}};
+      {params.most, params.most != nullptr ? 4 : 0, 0},
+      {params.spread.experts, copies, ~0u}};
   EndCall(call, outputs);
 }
 
@@ -160,12 +164,14 @@ __global__ void __launch_bounds__(kThreads, 1)
 cudaError_t LaunchPrepare(cudaStream_t stream, PrepareParams params) {
   const CallSizes& sizes = params.sizes;
   if (sizes.top_k < 1 || sizes.top_k > kMaxTopK || sizes.tokens < 0 || sizes.experts < 1 ||
-      params.num_experts > kMaxExperts || params.num_experts % sizes.experts != 0 ||
+      params.num_experts % sizes.experts != 0 || params.spread.spare < 0 ||
       params.row_alignment < 1 || params.alignment < 1 ||
       params.alignment % params.row_alignment != 0 || params.blocks < 1 ||
       params.blocks > kMaxPrepareBlocks) {
     return cudaErrorInvalidValue;
   }
+  const int32_t spread = params.num_experts / sizes.experts * params.spread.spare;
+  if (params.num_experts + spread > kMaxExperts) return cudaErrorInvalidValue;
   // The number of blocks depends on static sizes only, so that it is the same on all ranks. A
   // single block waits for no others.
   constexpr int64_t kSlots =
@@ -175,7 +181,7 @@ cudaError_t LaunchPrepare(cudaStream_t stream, PrepareParams params) {
   params.blocks = std::min(std::max(wanted, 1), params.blocks);
   const int64_t block_tokens = (sizes.tokens + params.blocks - 1) / params.blocks;
   if (block_tokens * sizes.top_k > kMaxBlockSlots) return cudaErrorInvalidValue;
-  const size_t shared_bytes = prepare::Experts::Bytes(params.num_experts);
+  const size_t shared_bytes = prepare::Experts::Bytes(params.num_experts, spread);
   const cudaError_t error = AllowSharedBytes(prepare::PrepareKernel, shared_bytes);
   if (error != cudaSuccess) return error;
   const auto columns = static_cast<int>(params.room.CountColumns(sizes.tokens));
