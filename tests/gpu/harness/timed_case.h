@@ -92,19 +92,23 @@ class TimedCase {
   int tokens() const { return c_.tokens; }
   int width() const { return width_; }
 
-  void Prepare(int r, int blocks) {
+  // With `spread`, a rank has as many slots for copies as experts, and the plan is in its own
+  // arrays.
+  void Prepare(int r, int blocks, bool spread = false) {
     RankData& d = data_[r];
-    CHECK_CUDA(ec::LaunchPrepare(world_.stream(r), {world_.group(r),
-                                                    {1, nullptr, 0},
-                                                    Sizes(),
-                                                    kExperts,
-                                                    c_.alignment,
-                                                    c_.row_alignment(),
-                                                    d.idx->as<int32_t>(),
-                                                    d.plan->buffers<int32_t>(),
-                                                    nullptr,
-                                                    blocks,
-                                                    Room()}));
+    ec::PrepareParams params{};
+    params.group = world_.group(r);
+    params.name = {1, nullptr, 0};
+    params.sizes = Sizes();
+    params.num_experts = kExperts;
+    params.alignment = c_.alignment;
+    params.row_alignment = c_.row_alignment();
+    params.topk_idx = d.idx->as<int32_t>();
+    params.plan = (spread ? spread_[r] : d.plan)->buffers<int32_t>();
+    params.blocks = blocks;
+    params.room = Room();
+    if (spread) params.spread = {c_.local(), c_.capacity, d.slots->as<int32_t>()};
+    CHECK_CUDA(ec::LaunchPrepare(world_.stream(r), params));
   }
   void Dispatch(int r, const ec::DispatchGrid& grid) {
     RankData& d = data_[r];
@@ -325,6 +329,10 @@ class TimedCase {
     d.d_weights = std::make_unique<Memory>(c_.capacity * 4);
     d.topk_weights = std::make_unique<Memory>(Floats(c_.tokens * kTopK, 0.5f));
     d.plan = std::make_unique<Plan>(c_);
+    Case spread = c_;
+    spread.spare = spread.local();
+    spread_.push_back(std::make_unique<Plan>(spread));
+    d.slots = std::make_unique<Memory>(kExperts * 4);
     FillValues<<<1024, 256>>>(d.tokens->as<uint16_t>(), kTokens + r, c_.tokens, width_);
     FillValues<<<1024, 256>>>(d.expert_out->as<uint16_t>(), kExpertOut + r, c_.capacity, width_);
     CHECK_CUDA(cudaGetLastError());
@@ -395,6 +403,7 @@ class TimedCase {
   std::vector<Ints> idx_;
   Routed routed_;
   std::vector<RankData> data_;
+  std::vector<std::unique_ptr<Plan>> spread_;  // of each rank
   double remote_rows_ = 0;
   double copied_rows_ = 0;
   std::vector<double> popularity_;

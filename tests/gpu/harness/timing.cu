@@ -64,8 +64,10 @@ class Table {
         weighted ? " with d_weights" : " plain");
   }
   void Prepare(int blocks) {
-    Print("prepare", std::to_string(blocks), timed_.Time([&](int r) { timed_.Prepare(r, blocks); }),
-          0);
+    for (bool spread : {false, true}) {
+      const double us = timed_.Time([&](int r) { timed_.Prepare(r, blocks, spread); });
+      Print(spread ? "prepare with copies" : "prepare", std::to_string(blocks), us, 0);
+    }
   }
   // Runs last, because the check reads its results.
   void Pair(const DispatchGrid& dispatch, const CombineGrid& combine) {
