@@ -149,8 +149,11 @@ def test_block_calls_copy_experts_themselves(
     monkeypatch.setattr(device_layout, "copied_chunks", lambda spec: 1)
     settings = {"transport": "nvlink", "max_token_dtype": "bfloat16", "spare_experts": EXPERTS // 4}
     run, operands = scanned(make(make_group, axes={"ep": 4}, **settings), None, jnp.bfloat16)
-    calls = custom_calls.traced(run.trace(*operands).jaxpr, "cuda")
+    jaxpr = run.trace(*operands).jaxpr
+    calls = custom_calls.traced(jaxpr, "cuda")
     assert calls == dict.fromkeys((transports_windows.PREPARE, *block.TARGETS), COUNT)
+    # Prepare plans the copies too.
+    assert not {"all_gather", "sort"} & {each.primitive.name for each in equations(jaxpr.jaxpr)}
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
