@@ -278,8 +278,6 @@ ec::GroupedGemmParams Data::Params() const {
     params.rhs = halves_[0];
     params.rhs_up = halves_[1];
   }
-  params.adds = adds_;
-  params.wanted = wanted_;
   return params;
 }
 
@@ -291,8 +289,11 @@ void Data::FillOutput(int byte, int64_t guard_bytes) {
   for (void* half : halves_) CHECK_CUDA(cudaMemset(half, byte, out_bytes_ / 2 + guard_bytes));
 }
 
-cudaError_t Data::Launch(cudaStream_t stream) const {
-  const cudaError_t error = ec::LaunchGroupedGemm(stream, Params());
+cudaError_t Data::Launch(cudaStream_t stream, const int32_t* wanted, bool adds) const {
+  ec::GroupedGemmParams params = Params();
+  params.wanted = wanted;
+  params.adds = adds;
+  const cudaError_t error = ec::LaunchGroupedGemm(stream, params);
   if (error != cudaSuccess || !case_.pair || case_.product != GemmProduct::kWeightGrad) {
     return error;
   }
@@ -347,15 +348,12 @@ unsigned long long Data::RunAsInBlocks(cudaStream_t stream) {
   void* poison = Allocate(out_bytes_);
   CHECK_CUDA(cudaMemcpy(before, out_, out_bytes_, cudaMemcpyDeviceToDevice));
   CHECK_CUDA(cudaMemset(poison, 0xFF, out_bytes_));
-  wanted_ = Upload(std::vector<int32_t>{0});
   Poison();
-  CHECK_CUDA(Launch(stream));
+  CHECK_CUDA(Launch(stream, Upload(std::vector<int32_t>{0})));
   unsigned long long wrong = Differ(stream, poison);
   if (case_.product != GemmProduct::kWeightGrad) return wrong;
-  wanted_ = Upload(std::vector<int32_t>{1});
-  adds_ = true;
   FillOutput(0, 0);
-  CHECK_CUDA(Launch(stream));
+  CHECK_CUDA(Launch(stream, Upload(std::vector<int32_t>{1}), /*adds=*/true));
   return wrong + Differ(stream, before);
 }
 

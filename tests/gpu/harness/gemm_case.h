@@ -94,8 +94,8 @@ class Data {
   ec::GroupedGemmParams Params() const;
   // Makes the copies with the contracted dim along memory that 8-bit and tf32 products need.
   void Transpose(cudaStream_t stream) const;
-  // Launches the product.
-  cudaError_t Launch(cudaStream_t stream) const;
+  // Launches the product, with these parameters.
+  cudaError_t Launch(cudaStream_t stream, const int32_t* wanted = nullptr, bool adds = false) const;
   void Poison();
   // Compares the output with its expected values.
   Mismatch Compare();
@@ -140,8 +140,6 @@ class Data {
   void* halves_[2] = {nullptr,
                       nullptr};  // of the weights, or of the output with guards behind them
   Mismatch* result_ = nullptr;
-  const int32_t* wanted_ = nullptr;
-  bool adds_ = false;
 };
 
 }  // namespace gemm_test
