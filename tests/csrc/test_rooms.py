@@ -22,6 +22,7 @@ _FLOORS = (
     "cuda/movement/combine",
     "cuda/movement/copies",
     "cuda/movement/bench",
+    "cuda/rows/values",
     "cuda/gemm/product",
     "cuda/gemm/tile",
     "cuda/gemm/kernels",

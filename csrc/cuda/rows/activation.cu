@@ -1,8 +1,8 @@
 // Kernels of activations of rows, and of their gradients.
 #include "cuda/movement/call/row_math.cuh"
 #include "cuda/rows/activation.h"
-#include "cuda/rows/activation_values.cuh"
 #include "cuda/rows/row_groups.cuh"
+#include "cuda/rows/values/activation_values.cuh"
 #include "cuda/wanted.cuh"
 
 namespace ep_runtime {

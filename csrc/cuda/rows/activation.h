@@ -9,20 +9,10 @@
 
 #include "cuda/device/device_group.h"
 #include "cuda/rows/row_groups.h"
+#include "cuda/rows/values/activation_function.h"
 
 namespace ep_runtime {
 namespace cuda {
-
-enum class ActivationFunction : int32_t {
-  kSilu = 0,
-  kGelu = 1,  // tanh approximation
-  kRelu = 2,
-  kSquaredRelu = 3,
-  kSigmoid = 4,
-  kTanh = 5,
-  kLinear = 6,
-};
-constexpr int kActivationFunctions = 7;
 
 struct ActivationParams {
   ActivationFunction function;

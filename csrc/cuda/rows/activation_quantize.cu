@@ -2,9 +2,9 @@
 #include <type_traits>
 
 #include "cuda/rows/activation_quantize.h"
-#include "cuda/rows/activation_values.cuh"
-#include "cuda/rows/fp8.cuh"
 #include "cuda/rows/row_groups.cuh"
+#include "cuda/rows/values/activation_values.cuh"
+#include "cuda/rows/values/fp8.cuh"
 #include "cuda/wanted.cuh"
 
 namespace ep_runtime {

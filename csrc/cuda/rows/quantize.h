@@ -19,6 +19,21 @@
 
 namespace ep_runtime {
 namespace cuda {
+namespace rows {
+
+// Calls `launch(type, format)` with both as std::integral_constant.
+template <typename Launch>
+cudaError_t LaunchForFp8(RowType type, Fp8Format format, const Launch& launch) {
+  return LaunchForFloat(type, [&](auto constant) {
+    if (format == Fp8Format::kE4M3) {
+      launch(constant, std::integral_constant<Fp8Format, Fp8Format::kE4M3>{});
+    } else {
+      launch(constant, std::integral_constant<Fp8Format, Fp8Format::kE5M2>{});
+    }
+  });
+}
+
+}  // namespace rows
 
 constexpr int kQuantizedMultiple = 8;    // W: values that a lane converts at once
 constexpr int kTransposedMultiple = 16;  // K': values along K' that are stored at once

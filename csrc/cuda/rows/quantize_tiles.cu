@@ -1,7 +1,7 @@
 // Quantizes rows with MX scales, along rows and across rows.
-#include "cuda/rows/fp8.cuh"
 #include "cuda/rows/quantize.h"
 #include "cuda/rows/row_groups.cuh"
+#include "cuda/rows/values/fp8.cuh"
 
 namespace ep_runtime {
 namespace cuda {

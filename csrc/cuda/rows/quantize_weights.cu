@@ -1,8 +1,8 @@
 // Quantizes weights, and transposes them.
 #include "cuda/gemm/copies/write_columns.cuh"
-#include "cuda/rows/fp8.cuh"
 #include "cuda/rows/quantize.h"
 #include "cuda/rows/row_groups.cuh"
+#include "cuda/rows/values/fp8.cuh"
 
 namespace ep_runtime {
 namespace cuda {

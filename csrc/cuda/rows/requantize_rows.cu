@@ -3,9 +3,9 @@
 
 #include "cuda/gemm/copies/read_lines.cuh"
 #include "cuda/gemm/product/groups.cuh"
-#include "cuda/rows/fp8.cuh"
 #include "cuda/rows/requantize_rows.h"
 #include "cuda/rows/row_groups.cuh"
+#include "cuda/rows/values/fp8.cuh"
 #include "cuda/wanted.cuh"
 
 namespace ep_runtime {

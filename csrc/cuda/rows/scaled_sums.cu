@@ -1,6 +1,7 @@
 // Sums 8-bit rows.
-#include "cuda/rows/fp8.cuh"
+#include "cuda/rows/quantize.h"
 #include "cuda/rows/scaled_sums.h"
+#include "cuda/rows/values/fp8.cuh"
 
 namespace ep_runtime {
 namespace cuda {

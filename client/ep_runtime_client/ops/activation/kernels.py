@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ep_runtime_client.ops.activation.function import Activation
 
 TARGETS = targets("ep_activation_v1", "ep_activation_bwd_v1")
-# Numbers of csrc/cuda/rows/activation.h.
+# Numbers of csrc/cuda/rows/values/activation_function.h.
 FUNCTIONS = {
     "silu": 0,
     "swish": 0,

@@ -1,13 +1,11 @@
 // Eight values of a row: their magnitudes, and their conversion to 8-bit floats.
-#ifndef EP_RUNTIME_CUDA_ROWS_FP8_CUH_
-#define EP_RUNTIME_CUDA_ROWS_FP8_CUH_
+#ifndef EP_RUNTIME_CUDA_ROWS_VALUES_FP8_CUH_
+#define EP_RUNTIME_CUDA_ROWS_VALUES_FP8_CUH_
 
 #include <cuda_runtime.h>
 
 #include "cuda/fp8_values.cuh"
 #include "cuda/movement/call/row_math.cuh"
-#include "cuda/rows/quantize.h"
-#include "cuda/rows/row_groups.h"
 
 namespace ep_runtime {
 namespace cuda {
@@ -120,18 +118,6 @@ __device__ __forceinline__ void StorePiece(uint8_t* data, int64_t index, const u
   *reinterpret_cast<uint2*>(data + index) = bytes;
 }
 
-// Calls `launch(type, format)` with both as std::integral_constant.
-template <typename Launch>
-cudaError_t LaunchForFp8(RowType type, Fp8Format format, const Launch& launch) {
-  return LaunchForFloat(type, [&](auto constant) {
-    if (format == Fp8Format::kE4M3) {
-      launch(constant, std::integral_constant<Fp8Format, Fp8Format::kE4M3>{});
-    } else {
-      launch(constant, std::integral_constant<Fp8Format, Fp8Format::kE5M2>{});
-    }
-  });
-}
-
 // All blocks with one blockIdx.y fill bytes `from` to `end` - 1, both multiples of 8, with the low
 // byte of `byte`.
 __device__ __forceinline__ void Fill(uint8_t* data, int64_t from, int64_t end, uint32_t byte) {
@@ -153,4 +139,4 @@ __device__ __forceinline__ void Fill(uint8_t* data, int64_t from, int64_t end, u
 }  // namespace cuda
 }  // namespace ep_runtime
 
-#endif  // EP_RUNTIME_CUDA_ROWS_FP8_CUH_
+#endif  // EP_RUNTIME_CUDA_ROWS_VALUES_FP8_CUH_

@@ -1,10 +1,10 @@
 // Activation functions and their derivatives, named as in `ops/activation/plain.py`.
-#ifndef EP_RUNTIME_CUDA_ROWS_ACTIVATION_MATH_CUH_
-#define EP_RUNTIME_CUDA_ROWS_ACTIVATION_MATH_CUH_
+#ifndef EP_RUNTIME_CUDA_ROWS_VALUES_ACTIVATION_MATH_CUH_
+#define EP_RUNTIME_CUDA_ROWS_VALUES_ACTIVATION_MATH_CUH_
 
 #include <cuda_runtime.h>
 
-#include "cuda/rows/activation.h"
+#include "cuda/rows/values/activation_function.h"
 
 namespace ep_runtime {
 namespace cuda {
@@ -94,4 +94,4 @@ __device__ __forceinline__ void WithFunction(ActivationFunction function, Visit&
 }  // namespace cuda
 }  // namespace ep_runtime
 
-#endif  // EP_RUNTIME_CUDA_ROWS_ACTIVATION_MATH_CUH_
+#endif  // EP_RUNTIME_CUDA_ROWS_VALUES_ACTIVATION_MATH_CUH_
