@@ -35,16 +35,18 @@ Summing SummingOf(const GroupedGemmParams& params) {
   return by_expert && !HasGroupEach(params) ? Summing::kByGroup : Summing::kPromoted;
 }
 
+bool Activates(const GroupedGemmParams& p) { return p.activation.inner != nullptr; }
+
 const Instance* FindInstance(const GroupedGemmParams& params) {
   // If the contracted dim is contiguous, data gradients are computed as forward products.
   const bool rows = IsTransposed(params) && params.product == GemmProduct::kDataGrad;
   const GemmProduct product = rows ? GemmProduct::kForward : params.product;
   for (const Instances all : {Products16Instances(), Rows8Instances(), Weights8Instances(),
-                              Rows32Instances(), Weights32Instances()}) {
+                              Rows32Instances(), Weights32Instances(), ActivatedInstances()}) {
     for (const Instance* instance = all.first; instance != all.first + all.count; ++instance) {
       if (instance->product == product && instance->lhs == params.type &&
           instance->rhs == params.rhs_type && instance->out == params.out_type &&
-          instance->summing == SummingOf(params)) {
+          instance->summing == SummingOf(params) && instance->activates == Activates(params)) {
         return instance;
       }
     }
@@ -104,6 +106,14 @@ bool ScalesFit(const GroupedGemmParams& p) {
   return p.scaling != GemmScaling::kNone && p.lhs_scale != nullptr && p.rhs_scale != nullptr;
 }
 
+bool ActivationFits(const GroupedGemmParams& p) {
+  if (!Activates(p)) return true;
+  const auto function = static_cast<int32_t>(p.activation.function);
+  const int32_t multiple = IsNarrow(p) ? kBlockValues : 16 / BytesOf(p.out_type);
+  return function >= 0 && function < kActivationFunctions && p.out_features % (2 * multiple) == 0 &&
+         (p.activation.scale != nullptr) == IsNarrow(p) && !p.clear_slack;
+}
+
 bool TicketsFit(const GroupedGemmParams& p) {
   const GemmTickets& tickets = p.tickets;
   if (tickets.words == nullptr) return true;
@@ -148,7 +158,8 @@ bool Fits(const GroupedGemmParams& p) {
          p.out_features % multiple == 0 && p.tuning.band >= 1 &&
          (p.bias == nullptr || p.product == GemmProduct::kForward) &&
          (!p.adds || p.product == GemmProduct::kWeightGrad) && ScalesFit(p) && PairFits(p) &&
-         TicketsFit(p) && SlotsFit(p) && CopiesWeights(p) == (p.rhs_copy != nullptr);
+         ActivationFits(p) && TicketsFit(p) && SlotsFit(p) &&
+         CopiesWeights(p) == (p.rhs_copy != nullptr);
 }
 
 Array LhsOf(const GroupedGemmParams& p) {
@@ -201,6 +212,12 @@ cudaError_t MakeMaps(const GroupedGemmParams& p, Maps* maps, Planes (&planes)[2]
   planes[0] = AddSlots(p, p.slots.weights, &weights);
   cudaError_t error = DescribeArray(LhsOf(p), kPieceSide, &maps->lhs);
   if (error == cudaSuccess) error = DescribeArray(rhs, kPieceSide, &maps->rhs);
+  if (Activates(p)) {
+    const FloatType type = IsNarrow(p) ? FloatType::kE4M3 : p.out_type;
+    const Array inner{p.activation.inner, type, p.out_features / 2, RowsOf(p), 1};
+    if (error == cudaSuccess) error = DescribeArray(inner, kStoredRows, &maps->inner);
+    if (out.data == nullptr) out = inner;  // unused
+  }
   if (error == cudaSuccess) error = DescribeArray(out, kStoredRows, &maps->out);
   maps->up = maps->rhs;
   if (error != cudaSuccess || !IsPair(p)) return error;
@@ -220,6 +237,7 @@ Scales ScalesOf(const GroupedGemmParams& p) {
   Scales scales{};
   scales.lhs = p.lhs_scale;
   scales.rhs = p.rhs_scale;
+  scales.part_step = Activates(p) ? out / 2 : 1;
   if (p.product == GemmProduct::kWeightGrad) {
     scales.lhs_width = in;
     scales.rhs_depth = out;
@@ -253,6 +271,9 @@ KernelArguments MakeArguments(const GroupedGemmParams& p, const Planes (&planes)
   args.out.bias = p.bias;
   args.out.bias_type = p.bias_type;
   args.out.adds = p.adds;
+  const GemmActivation& activation = p.activation;
+  args.activation = {activation.function, p.out_features / 2, activation.weights,
+                     activation.inner,    activation.scale,   activation.power_of_two};
   args.wanted = p.wanted;
   const int32_t all_blocks = p.tickets.blocks == 0 ? blocks : p.tickets.all_blocks;
   args.tickets = {p.tickets.words, static_cast<uint32_t>(all_blocks / kClusterBlocks)};

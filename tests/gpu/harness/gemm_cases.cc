@@ -105,6 +105,7 @@ std::vector<GemmCase> Shapes(GemmProduct p, Kind kind) {
   cases.back().name = "two slabs, own experts";
   cases.back().experts = 6;
   cases.back() = Tuned(cases.back());
+  add("a gate that ends within a box", {1, 0, 200, 129, 63}, 400, 192, 400);
   std::vector<int> many(300);
   for (int i = 0; i < 300; ++i) many[i] = i % 13;
   add("many groups", many, 2048, 64, 128);

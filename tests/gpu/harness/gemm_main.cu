@@ -1,12 +1,15 @@
-// Checks grouped products against sums in f64. `ep-runtime bench gemm` times them.
+// Checks grouped products against sums in f64, and products with an activation against two
+// launches. Times the latter; `ep-runtime bench gemm` times products.
 //
 //   gemm_main check|small [16|8|32|copies]     nothing: all of them
+//   gemm_main time
 #include <unistd.h>
 
 #include <algorithm>
 #include <csignal>
 #include <cstring>
 
+#include "gemm_activation.h"
 #include "gemm_cases.h"
 #include "gemm_copies.h"
 
@@ -67,12 +70,14 @@ bool Run(const GemmCase& c, bool quiet, double* worst) {
   const Mismatch mismatch = data.Compare();
   const unsigned long long different = data.RunTwiceAndDiffer(nullptr);
   const unsigned long long in_blocks = data.RunAsInBlocks(nullptr);
+  const std::string activated = DifferActivated(c, data);
   *worst = std::max(*worst, mismatch.worst);
-  if (mismatch.count == 0 && different == 0 && in_blocks == 0) return true;
+  if (mismatch.count == 0 && different == 0 && in_blocks == 0 && activated.empty()) return true;
   if (quiet) return false;
   Print(mismatch, c.product == GemmProduct::kDataGrad ? c.in_features : c.out_features,
         data.out_elements());
-  std::printf("%llu bytes differ between runs, %llu as in block calls: ", different, in_blocks);
+  std::printf("%llu bytes differ between runs, %llu as in block calls%s%s: ", different, in_blocks,
+              activated.empty() ? "" : "; with an activation, ", activated.c_str());
   Describe(c);
   return false;
 }
@@ -128,6 +133,10 @@ int main(int argc, char** argv) {
   const char* part = argc > 2 ? argv[2] : "";
   if (std::strcmp(what, "check") == 0) return gemm_test::CheckAll(false, part);
   if (std::strcmp(what, "small") == 0) return gemm_test::CheckAll(true, part);
-  std::fprintf(stderr, "unknown: %s (check or small)\n", what);
+  if (std::strcmp(what, "time") == 0) {
+    gemm_test::TimeActivated();
+    return 0;
+  }
+  std::fprintf(stderr, "unknown: %s (check, small or time)\n", what);
   return 2;
 }

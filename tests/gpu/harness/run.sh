@@ -3,7 +3,7 @@
 #   tests/gpu/harness/run.sh NAME build      compile only (no GPU needed)
 #   tests/gpu/harness/run.sh block [check|small|time|memcheck|racecheck|all] [ranks]
 #   tests/gpu/harness/run.sh kernels [check|small|time|few|warps|memcheck|racecheck|all] [ranks]
-#   tests/gpu/harness/run.sh gemm [check|small|memcheck|all] [16|8|32|copies]
+#   tests/gpu/harness/run.sh gemm [check|small|time|memcheck|all] [16|8|32|copies]
 #   tests/gpu/harness/run.sh plans [check|all]
 # block: calls that overlap give the bits of calls that do not. kernels: dispatch and combine. gemm: grouped matmuls
 # against sums in f64. plans: plans of exchanges between nodes.
@@ -26,9 +26,9 @@ case $name in
     sources=("$cuda"/movement/*/*_kernels.cu csrc/core/memory/plan.cc "$here"/timing.cu)
     known='build check small time few warps memcheck racecheck all' ;;
   gemm)
-    sources=("$cuda"/gemm/*.cu "$cuda"/gemm/*/*.cu "$cuda"/gemm/*.cc "$here"/gemm_{case,copies}.cu
-      "$here"/gemm_cases.cc)
-    known='build check small memcheck all' ;;
+    sources=("$cuda"/gemm/*.cu "$cuda"/gemm/*/*.cu "$cuda"/gemm/*.cc "$cuda"/rows/activation*.cu
+      "$here"/gemm_{activation,case,copies}.cu "$here"/gemm_cases.cc)
+    known='build check small time memcheck all' ;;
   plans)
     sources=("$cuda"/nccl/node_plan.cu csrc/core/memory/plan.cc)
     known='build check all' ;;

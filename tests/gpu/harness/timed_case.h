@@ -2,14 +2,13 @@
 #ifndef EP_RUNTIME_TESTS_GPU_TIMED_CASE_H_
 #define EP_RUNTIME_TESTS_GPU_TIMED_CASE_H_
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <cmath>
 #include <functional>
 
 #include "case_runner.h"
 #include "cuda/movement/bench/bench_kernels.h"
+#include "energy.h"
 
 namespace gpu_test {
 
@@ -18,26 +17,6 @@ constexpr int kTopK = 8;
 constexpr int kExperts = 256;
 constexpr int kIterations = 10;
 constexpr int kRepeats = 11;
-
-// Energy that the first GPUs have drawn so far, in mJ by NVML's counters; 0 without counters.
-inline double DrawnMillijoules(int gpus) {
-  static void* nvml = dlopen("libnvidia-ml.so.1", RTLD_NOW);
-  if (nvml == nullptr) return 0;
-  const auto init = reinterpret_cast<int (*)()>(dlsym(nvml, "nvmlInit_v2"));
-  const auto find =
-      reinterpret_cast<int (*)(unsigned, void**)>(dlsym(nvml, "nvmlDeviceGetHandleByIndex_v2"));
-  const auto read = reinterpret_cast<int (*)(void*, unsigned long long*)>(
-      dlsym(nvml, "nvmlDeviceGetTotalEnergyConsumption"));
-  double sum = 0;
-  if (init() != 0) return 0;
-  for (int gpu = 0; gpu < gpus; ++gpu) {
-    void* device = nullptr;
-    unsigned long long drawn = 0;
-    if (find(gpu, &device) != 0 || read(device, &drawn) != 0) return 0;
-    sum += static_cast<double>(drawn);
-  }
-  return sum;
-}
 
 enum class Routing { kUniform, kZipf, kOneRank };
 

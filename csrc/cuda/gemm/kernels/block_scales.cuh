@@ -65,7 +65,7 @@ class ScaleSource {
         blocks_(scales.lhs_width),
         rhs_step_(scales.rhs_depth) {
     const int32_t lane = threadIdx.x % 32;
-    const int32_t column = work.column / kScaledValues + lane / kReadBlocks;
+    const int32_t column = work.column / kScaledValues + lane / kReadBlocks * scales.part_step;
     rhs_ = scales.rhs + static_cast<int64_t>(work.expert) * scales.rhs_plane +
            min(column, scales.last_column) * scales.rhs_column;
     whole_ =

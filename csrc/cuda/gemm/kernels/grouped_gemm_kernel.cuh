@@ -32,7 +32,8 @@ constexpr int kFinderRegisters = 56;
 constexpr int kSummerRegisters = 224;
 constexpr int kBlockBytes = 227 << 10;
 
-template <GemmProduct product, typename LhsType, typename RhsType, typename Result, Summing summing>
+template <GemmProduct product, typename LhsType, typename RhsType, typename Result, Summing summing,
+          bool activates>
 struct KernelTraits {
   using Lhs = LhsType;
   using Rhs = RhsType;
@@ -47,6 +48,7 @@ struct KernelTraits {
   static_assert(sizeof(Lhs) == sizeof(Rhs), "a stage has as many elements of both");
   static_assert(kNarrow == kPromotes, "sums of other operands are f32 anyway");
   static constexpr bool kByBlock = summing == Summing::kByBlock;
+  static constexpr bool kActivates = activates;  // half of a tile's columns are the gate's
   static constexpr bool kByTile = summing == Summing::kByTile;
   static_assert(!kByTile || product == GemmProduct::kWeightGrad, "rows of others have scales");
   static constexpr Along kLhs = kRagged && !kTransposed ? Along::kOther : Along::kContracted;
@@ -88,12 +90,14 @@ struct SharedMemory {
 template <class Traits>
 __device__ __forceinline__ auto MakeSchedule(const KernelArguments& args, const uint16_t* order,
                                              Cluster cluster) {
-  const int32_t column_tiles = (args.out.columns + kTileColumns - 1) / kTileColumns;
+  constexpr int kStep = Traits::kActivates ? kGateColumns : kTileColumns;
+  const int32_t columns = Traits::kActivates ? args.activation.width : args.out.columns;
+  const int32_t column_tiles = (columns + kStep - 1) / kStep;
   if constexpr (Traits::kRagged) {
     return ExpertTileSchedule(order, args.groups.num_experts, args.out.rows, column_tiles,
                               args.band, cluster);
   } else {
-    return RowTileSchedule(args.groups, column_tiles, args.band, cluster);
+    return RowTileSchedule(args.groups, column_tiles, kStep, args.band, cluster);
   }
 }
 
@@ -120,6 +124,7 @@ __device__ __forceinline__ void LoadTiles(const KernelArguments& args, const CUt
                                           const Halves& rhs_maps, Schedule schedule, uint32_t rank,
                                           SharedMemory<Traits>* memory) {
   const bool leads = threadIdx.x % 32 == 0;
+  const int32_t skipped = Traits::kActivates ? args.activation.width - kGateColumns : 0;
   RingPlace<Traits::kStages> place;
   RingPlace<kQueuedWork> next;
   Tile tile;
@@ -137,7 +142,7 @@ __device__ __forceinline__ void LoadTiles(const KernelArguments& args, const CUt
       for (int32_t done = 0; done < rows.size; done += Traits::kDepth, place.Advance()) {
         if (leads) {
           WaitBarrier(SharedAddress(&memory->empty[place.stage]), place.parity ^ 1);
-          LoadStage<Traits>(lhs_map, rhs_maps, tile, rows.start + done, rank,
+          LoadStage<Traits>(lhs_map, rhs_maps, tile, skipped, rows.start + done, rank,
                             SharedAddress(memory->stages[place.stage]),
                             SharedAddress(&memory->full[place.stage]));
         }
@@ -239,7 +244,8 @@ __device__ __forceinline__ Work SumTile(const KernelArguments& args, int warpgro
 
 template <class Traits>
 __device__ __forceinline__ void MultiplyTiles(const KernelArguments& args, const Halves& out_maps,
-                                              int warpgroup, SharedMemory<Traits>* memory) {
+                                              const CUtensorMap* inner_map, int warpgroup,
+                                              SharedMemory<Traits>* memory) {
   RingPlace<Traits::kStages> place;
   RingPlace<kQueuedWork> next;
   uint32_t turn = 0;
@@ -250,7 +256,11 @@ __device__ __forceinline__ void MultiplyTiles(const KernelArguments& args, const
     // Nobody reads the gradient of a slot without rows.
     if (Traits::kRagged && work.size == 0 && work.expert >= args.first_slot) continue;
     const Tile tile{work.expert, work.group, work.row, work.column, work.row_end, false};
-    if constexpr (Traits::kStagesWhole) {
+    if constexpr (Traits::kActivates) {
+      StoreActivated<typename Traits::Out, Traits::kNarrow>(
+          args.out, args.activation, out_maps.first, inner_map, tile, warpgroup,
+          memory->staging[warpgroup], sums, &turn);
+    } else if constexpr (Traits::kStagesWhole) {
       StoreWholeTile<typename Traits::Out>(args.out, out_maps, tile, warpgroup,
                                            memory->staging[warpgroup], sums);
     } else {
@@ -283,6 +293,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
                       const __grid_constant__ CUtensorMap rhs_map,
                       const __grid_constant__ CUtensorMap out_map,
                       const __grid_constant__ CUtensorMap up_map,
+                      const __grid_constant__ CUtensorMap inner_map,
                       const __grid_constant__ KernelArguments args) {
   extern __shared__ __align__(1024) uint8_t dynamic[];
   if (LeftOut(args.wanted)) return;
@@ -295,6 +306,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
     PrefetchMap(&rhs_map);
     PrefetchMap(&out_map);
     PrefetchMap(&up_map);
+    if constexpr (Traits::kActivates) PrefetchMap(&inner_map);
   }
   if constexpr (Traits::kRagged) {
     OrderExperts(args.groups, reinterpret_cast<uint32_t*>(memory->stages[0]), memory->order);
@@ -314,7 +326,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kSummerRegisters));
-    MultiplyTiles<Traits>(args, HalvesOf(args, &out_map, &up_map), warpgroup, memory);
+    MultiplyTiles<Traits>(args, HalvesOf(args, &out_map, &up_map), &inner_map, warpgroup, memory);
   }
   // Neither block may free its memory while the other can load into it or arrive at its barriers.
   SyncCluster();
@@ -327,20 +339,25 @@ cudaError_t Launch(cudaStream_t stream, const Maps& maps, const KernelArguments&
   static_assert(Traits::kStages >= 3, "loads must be ahead");
   const cudaError_t error = AllowSharedBytes(GroupedGemmKernel<Traits>, kBytes);
   if (error != cudaSuccess) return error;
-  GroupedGemmKernel<Traits>
-      <<<blocks, kThreads, kBytes, stream>>>(maps.lhs, maps.rhs, maps.out, maps.up, args);
+  GroupedGemmKernel<Traits><<<blocks, kThreads, kBytes, stream>>>(maps.lhs, maps.rhs, maps.out,
+                                                                  maps.up, maps.inner, args);
   return cudaGetLastError();
 }
 
-template <GemmProduct product, FloatType lhs, FloatType rhs, FloatType out, Summing summing>
+template <GemmProduct product, FloatType lhs, FloatType rhs, FloatType out, Summing summing,
+          bool activates>
 constexpr Instance MakeInstance() {
-  using Traits = KernelTraits<product, Element<lhs>, Element<rhs>, Element<out>, summing>;
-  return {product, lhs, rhs, out, summing, &Launch<Traits>};
+  using Traits =
+      KernelTraits<product, Element<lhs>, Element<rhs>, Element<out>, summing, activates>;
+  return {product, lhs, rhs, out, summing, activates, &Launch<Traits>};
 }
 
 #define EP_MAKE_INSTANCE(product, lhs, rhs, out, summing)                            \
   MakeInstance<GemmProduct::product, FloatType::lhs, FloatType::rhs, FloatType::out, \
-               Summing::summing>(),
+               Summing::summing, false>(),
+#define EP_MAKE_ACTIVATED(product, lhs, rhs, out, summing)                           \
+  MakeInstance<GemmProduct::product, FloatType::lhs, FloatType::rhs, FloatType::out, \
+               Summing::summing, true>(),
 
 }  // namespace gemm
 }  // namespace cuda

@@ -22,7 +22,8 @@ struct Maps {
   CUtensorMap lhs;
   CUtensorMap rhs;
   CUtensorMap out;
-  CUtensorMap up;  // second array of weights of a pair, read or written
+  CUtensorMap up;     // second array of weights of a pair, read or written
+  CUtensorMap inner;  // written by products with an activation
 };
 
 // How a tile is summed.
@@ -40,6 +41,7 @@ struct Instance {
   FloatType rhs;
   FloatType out;
   Summing summing;
+  bool activates;
   cudaError_t (*launch)(cudaStream_t, const Maps&, const KernelArguments&, int blocks);
 };
 
@@ -75,6 +77,14 @@ Instances Products16Instances();
   X(kForward, kE5M2, kE4M3, kBF16, kByBlock)  \
   X(kForward, kE5M2, kE4M3, kF32, kByBlock)
 Instances Rows8Instances();
+
+// First products that also compute the activation. The result is 16-bit with 8-bit operands, and
+// the activation is e4m3 then.
+#define EP_GEMM_ACTIVATED(X)               \
+  X(kForward, kBF16, kBF16, kBF16, kWhole) \
+  X(kForward, kF16, kF16, kF16, kWhole)    \
+  X(kForward, kE4M3, kE4M3, kBF16, kByBlock)
+Instances ActivatedInstances();
 
 #define EP_GEMM_WEIGHTS_8(X)                     \
   X(kWeightGrad, kE4M3, kE4M3, kBF16, kPromoted) \

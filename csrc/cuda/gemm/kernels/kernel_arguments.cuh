@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/gemm/product/groups.cuh"
+#include "cuda/gemm/tile/store_activated.cuh"
 #include "cuda/gemm/tile/store_tile.cuh"
 #include "cuda/gemm/tile/tickets.cuh"
 #include "cuda/wanted.cuh"
@@ -26,11 +27,13 @@ struct Scales {
   int32_t rhs_column;
   int32_t rhs_depth;
   int32_t last_column;  // in blocks; tiles may extend past it
+  int32_t part_step;    // blocks from a tile's first 128 columns to its last 128
 };
 
 struct KernelArguments {
   Groups groups;
   OutShape out;
+  ActivationShape activation;
   int32_t depth;  // contracted elements, unless the group sizes give them
   int32_t band;
   int32_t half;        // columns of a pair's first array; INT32_MAX: there is one array

@@ -15,11 +15,11 @@ constexpr int kMultipliers = 2;  // multiplying warpgroups
 constexpr int kThreads = 128 * (kMultipliers + 1);
 
 // Loads one stage of a tile's operands. Each block loads half of the operand that the cluster
-// shares.
+// shares. `skipped` is the number of columns between the halves of a tile's columns.
 template <class Traits>
 __device__ __forceinline__ void LoadStage(const CUtensorMap* lhs_map, const Halves& rhs_maps,
-                                          const Tile& tile, int32_t depth, uint32_t rank,
-                                          uint32_t stage, uint32_t full) {
+                                          const Tile& tile, int32_t skipped, int32_t depth,
+                                          uint32_t rank, uint32_t stage, uint32_t full) {
   constexpr uint16_t kBoth = 3;
   ExpectBytes(full, Traits::kStageBytes);
 #pragma unroll
@@ -36,7 +36,8 @@ __device__ __forceinline__ void LoadStage(const CUtensorMap* lhs_map, const Halv
   }
 #pragma unroll
   for (int piece = 0; piece < Traits::kRhsPieces; ++piece) {
-    const int32_t column = tile.column + piece * kPieceSide;
+    const int32_t column =
+        tile.column + piece * kPieceSide + (piece < Traits::kRhsPieces / 2 ? 0 : skipped);
     const int32_t plane = Traits::kRagged ? 0 : tile.expert;
     Coordinates at = Traits::kRhs == Along::kContracted ? Coordinates{depth, column, plane}
                                                         : Coordinates{column, depth, plane};

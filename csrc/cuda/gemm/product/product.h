@@ -12,6 +12,8 @@
 
 #include <cstdint>
 
+#include "cuda/rows/values/activation_function.h"
+
 namespace ep_runtime {
 namespace cuda {
 
@@ -76,6 +78,17 @@ struct GemmSlots {
   void* up = nullptr;       // [G - first, ...], like rhs_up or out_up
 };
 
+// An activation that a forward product also computes, from its rounded result. N' is a gate and an
+// up, M of each.
+struct GemmActivation {
+  ActivationFunction function;
+  const float* weights;  // [S * C], device, factors of the values; null: none
+  void* inner;           // [S * C, M], device: f(gate) * up, in out_type. With 8-bit operands e4m3.
+                         // Null: no activation
+  float* scale;          // [S * C, M / 128], device, with 8-bit operands
+  bool power_of_two;     // true: these scales are rounded to powers of two
+};
+
 struct GroupedGemmParams {
   GemmProduct product;
   FloatType type;      // type of lhs; kTF32 instead of kF32
@@ -106,13 +119,16 @@ struct GroupedGemmParams {
                            // [S * P / 128, ceil(N' / 128)])
   const void* bias;        // [G, N'] bias_type, device; null: none. kForward only
   FloatType bias_type;
-  void* out;              // out_type, device, 16-byte aligned. Experts without rows get zeros.
-  void* out_up;           // only kWeightGrad, like rhs_up
-  GemmSlots slots;        // only if each expert has one group. Gradients of slots without rows do
-                          // not change
-  bool clear_slack;       // true: rows in no group become zero; false: they do not change
-  bool adds;              // kWeightGrad: adds to the values in `out`, and rounds the result
-  const int32_t* wanted;  // [1], device: 0 if the launch has nothing to do. Null: always runs
+  void* out;        // out_type, device, 16-byte aligned. Experts without rows get zeros.
+                    // With an activation, null: not stored
+  void* out_up;     // only kWeightGrad, like rhs_up
+  GemmSlots slots;  // only if each expert has one group. Gradients of slots without rows do
+                    // not change
+  GemmActivation activation;  // only 16-bit operands and a 16-bit result, M a multiple of 8; or
+                              // kE4M3 with kBlock and a kBF16 result, M a multiple of 128
+  bool clear_slack;           // true: rows in no group become zero; false: they do not change
+  bool adds;                  // kWeightGrad: adds to the values in `out`, and rounds the result
+  const int32_t* wanted;      // [1], device: 0 if the launch has nothing to do. Null: always runs
   GemmTuning tuning;
   GemmTickets tickets;
 };

@@ -54,28 +54,45 @@ __device__ __forceinline__ uint32_t RoundPair(float first, float second) {
   }
 }
 
+// Rounds sums to words of two 16-bit values. Even words are of a thread's first row, odd words of
+// its second.
+template <typename Out, int kWords>
+__device__ __forceinline__ void RoundSums(const float* sums, uint32_t (&words)[kWords]) {
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) words[i] = RoundPair<Out>(sums[2 * i], sums[2 * i + 1]);
+}
+
+constexpr int kChunkWords = 16;  // words of 16-bit values that a thread has of a chunk
+
+// Writes a chunk of 16-bit values to shared memory.
+__device__ __forceinline__ void WriteWords(uint32_t chunk, const uint32_t* words) {
+  const uint32_t lane = threadIdx.x % 32;
+  // Lane l gives the address of a line of matrix l / 8. Matrices 0 and 1 are rows 0 to 7 and 8 to
+  // 15 of 8 columns, 2 and 3 are the same rows of the next 8 columns.
+  const uint32_t line = threadIdx.x % 128 / 32 * 16 + lane / 8 % 2 * 8 + lane % 8;
+#pragma unroll
+  for (int pair = 0; pair < kChunkWords / 4; ++pair) {
+    const uint32_t vector = 2 * pair + lane / 16;
+    const uint32_t to = chunk + line * 128 + ((vector ^ line % 8) << 4);
+    const uint32_t* w = words + 4 * pair;
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                 "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
+                 : "memory");
+  }
+}
+
 // Writes the sums of a chunk's columns to shared memory. After a product, thread t has rows t / 4
 // and t / 4 + 8 of its warp's 16, and of every 8 columns 2 * (t % 4) and 2 * (t % 4) + 1: four sums
 // per 8 columns.
 template <typename Out>
 __device__ __forceinline__ void WriteChunk(uint32_t chunk, const float* sums) {
-  const uint32_t lane = threadIdx.x % 32;
-  const uint32_t warp_rows = threadIdx.x % 128 / 32 * 16;
   if constexpr (sizeof(Out) == 2) {
-    // Lane l gives the address of a line of matrix l / 8. Matrices 0 and 1 are rows 0 to 7 and 8 to
-    // 15 of 8 columns, 2 and 3 are the same rows of the next 8 columns.
-    const uint32_t line = warp_rows + lane / 8 % 2 * 8 + lane % 8;
-#pragma unroll
-    for (int pair = 0; pair < 4; ++pair) {
-      const uint32_t vector = 2 * pair + lane / 16;
-      const uint32_t to = chunk + line * 128 + ((vector ^ line % 8) << 4);
-      const float* s = sums + 8 * pair;
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
-                   "r"(RoundPair<Out>(s[0], s[1])), "r"(RoundPair<Out>(s[2], s[3])),
-                   "r"(RoundPair<Out>(s[4], s[5])), "r"(RoundPair<Out>(s[6], s[7]))
-                   : "memory");
-    }
+    uint32_t words[kChunkWords];
+    RoundSums<Out>(sums, words);
+    WriteWords(chunk, words);
   } else {
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t warp_rows = threadIdx.x % 128 / 32 * 16;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t line = warp_rows + lane / 4 + 8 * half;
@@ -90,10 +107,15 @@ __device__ __forceinline__ void WriteChunk(uint32_t chunk, const float* sums) {
   }
 }
 
-// Copies the first `rows` lines of a chunk to the output, without columns past the output's last
-// one.
+struct OutRows {
+  void* data;
+  int32_t columns;
+  int32_t end;  // columns from here on are not stored
+};
+
+// Copies the first `rows` lines of a chunk to the output, without columns past its end.
 template <typename Out>
-__device__ __forceinline__ void CopyChunk(const OutShape& out, uint32_t chunk, int32_t row,
+__device__ __forceinline__ void CopyChunk(const OutRows& out, uint32_t chunk, int32_t row,
                                           int32_t rows, int32_t column) {
   constexpr int kVector = 16 / sizeof(Out);
 #pragma unroll
@@ -101,7 +123,7 @@ __device__ __forceinline__ void CopyChunk(const OutShape& out, uint32_t chunk, i
     const int line = i * 16 + threadIdx.x % 128 / 8;
     const int vector = threadIdx.x % 8;
     const int32_t at = column + vector * kVector;
-    if (line >= rows || at >= out.columns) continue;
+    if (line >= rows || at >= out.end) continue;
     uint4 bits;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
@@ -112,10 +134,10 @@ __device__ __forceinline__ void CopyChunk(const OutShape& out, uint32_t chunk, i
   }
 }
 
-// Adds the bias to the sums of the chunk that starts at `column`.
+// Adds the bias to the sums of the columns from `column` on.
 template <int kSums>
 __device__ __forceinline__ void AddBias(const OutShape& out, int32_t expert, int32_t column,
-                                        float (&sums)[kSums]) {
+                                        float* sums) {
   const int64_t first = static_cast<int64_t>(expert) * out.columns;
 #pragma unroll
   for (int eight = 0; eight < kSums / 4; ++eight) {
@@ -163,11 +185,13 @@ __device__ __forceinline__ void StoreTile(const OutShape& out, const Halves& map
       float part[kChunkSums];
 #pragma unroll
       for (int j = 0; j < kChunkSums; ++j) part[j] = sums[i * kChunkSums + j];
-      if (!kByExpert && out.bias != nullptr) AddBias(out, tile.expert, column, part);
+      if (!kByExpert && out.bias != nullptr) AddBias<kChunkSums>(out, tile.expert, column, part);
       WriteChunk<Out>(chunk, part);
       FenceSharedForCopies();
       SyncWarpgroup(warpgroup);
-      if (!whole) CopyChunk<Out>(out, chunk, row, rows, column);
+      if (!whole) {
+        CopyChunk<Out>({out.data, out.columns, out.columns}, chunk, row, rows, column);
+      }
       if (leads) {
         if (whole) {
           Coordinates at{column, row, kByExpert ? tile.expert : 0};

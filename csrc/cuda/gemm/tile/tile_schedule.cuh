@@ -71,10 +71,12 @@ struct TilePairs {
 // turn.
 class RowTileSchedule {
  public:
-  __device__ RowTileSchedule(const Groups& groups, int32_t column_tiles, int32_t band,
-                             Cluster cluster)
+  // Tiles begin `column_step` columns apart.
+  __device__ RowTileSchedule(const Groups& groups, int32_t column_tiles, int32_t column_step,
+                             int32_t band, Cluster cluster)
       : groups_(groups),
         column_tiles_(column_tiles),
+        column_step_(column_step),
         band_(band),
         cluster_(cluster),
         next_(cluster.index) {}
@@ -106,13 +108,14 @@ class RowTileSchedule {
     tile->group = group_;
     tile->row = rows_.start + row_tile * kTileRows;
     tile->row_end = rows_.start + rows_.size;
-    tile->column = column_tile * kTileColumns;
+    tile->column = column_tile * column_step_;
     return true;
   }
 
  private:
   const Groups groups_;
   const int32_t column_tiles_;
+  const int32_t column_step_;
   const int32_t band_;
   const Cluster cluster_;
   int group_ = -1;
