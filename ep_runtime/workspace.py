@@ -84,6 +84,17 @@ class BlockSizes:
         return self.mlp_dim * (2 if self.gated else 1)
 
     @property
+    def product_activates(self) -> bool:
+        """Whether the first matmul's kernel also computes the activation.
+
+        It needs gated rows, and 16-bit operands or block scales. With block scales, no block may
+        have columns of both the gate and up.
+        """
+        if self.scaling == "block":
+            return self.gated and self.mlp_dim % _SCALED_VALUES == 0
+        return self.gated and self.scaling == "none" and self.element_bytes == 2
+
+    @property
     def packed_bytes(self) -> int:
         """Bytes of a token, or its gradient, that is quantized before it is sent.
 
@@ -288,18 +299,22 @@ def forward_bytes(sizes: BlockSizes, rows: int, kept_rows: int) -> int:
     """Returns the bytes of the forward call's workspace with W = `rows`.
 
     The workspace has tokens (which the experts' outputs later replace), activations, and the
-    first matmul's output. If all rows of this output are saved, an array outside the workspace
-    has them. Block scales add this rank's quantized tokens; f32 rows add a transposed weight.
+    first matmul's output. An array outside the workspace has all rows of this output that are
+    saved. Other rows of it are not stored if the matmul also computes the activation. Block scales
+    add this rank's quantized tokens; f32 rows add a transposed weight.
     """
     h, m, n, e = sizes.hidden_size, sizes.mlp_dim, sizes.columns, sizes.element_bytes
     whole = kept_rows == rows and sizes.parts(rows) == 0
+    unused = whole or sizes.product_activates
     narrow = e if sizes.scaling == "none" else 1
-    regions = [rows * 4, rows * h * e, 0 if whole else rows * n * e, *_slots(sizes, narrow)]
+    regions = [rows * 4, rows * h * e, 0 if unused else rows * n * e, *_slots(sizes, narrow)]
     if sizes.scaling == "none":
         regions += [_weights_32(sizes), rows * m * e]
         return _common_bytes(sizes, rows) + _total(regions)
-    # Quantized activations reuse the memory of quantized tokens.
-    narrow = max(_total(_quantized(sizes, rows, width)) for width in (h, m))
+    # Quantized activations reuse the memory of quantized tokens, unless one kernel reads and writes
+    # them.
+    each = [_total(_quantized(sizes, rows, width)) for width in (h, m)]
+    narrow = sum(each) if sizes.product_activates else max(each)
     regions += [_sent(sizes), 4 * sizes.experts]
     return _common_bytes(sizes, rows) + _total(regions) + narrow
 

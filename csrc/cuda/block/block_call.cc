@@ -4,13 +4,16 @@
 //
 //   forward, of each pass                  backward, of each pass
 //   tokens  <- dispatch x                  grads   <- dispatch dy
-//   kept    <- tokens @ wi, or hidden      [tokens <- dispatch x | d_inner <- grads @ wo^T]
+//   kept    <- tokens @ wi                 [tokens <- dispatch x | d_inner <- grads @ wo^T]
 //   inner   <- activation                  hidden  <- tokens @ wi, if it was not saved
 //   tokens  <- inner @ wo                  inner   <- activation, weighted
 //   y       <- combine                     hidden  <- activation's gradient, and of weights
 //                                          dwo     <- inner^T @ grads
 //                                          grads   <- hidden @ wi^T
 //                                          [dx     <- combine    | dwi <- tokens^T @ hidden]
+//
+// The kernel of gated first products also computes the activation (see ProductActivates). Then
+// forward stores no other product than `kept`.
 //
 // In brackets, the exchange runs on a side stream. The product's first launch leaves free as many
 // SMs as the exchange has blocks, so that either may start first. Its second launch follows the
@@ -156,11 +159,12 @@ class BlockLaunches : private ExpertLaunches {
     const PassRows rows = RowsOf(pass);
     for (int i = 0; i < rows.count; ++i) {
       if (i == 0 && s_.spare > 0) {
-        EP_RETURN_IF_CUDA_ERROR(CopyBeside(pass, FirstProductOf(rows, rows.places[i]),
+        EP_RETURN_IF_CUDA_ERROR(CopyBeside(pass, FirstProductOf(rows, rows.places[i], p_.early),
                                            &BlockLaunches::CopyWeights, /*first=*/false));
       } else {
-        EP_RETURN_IF_CUDA_ERROR(Multiply(FirstProductOf(rows, rows.places[i])));
+        EP_RETURN_IF_CUDA_ERROR(Multiply(FirstProductOf(rows, rows.places[i], p_.early)));
       }
+      if (ProductActivates(s_)) continue;
       EP_RETURN_IF_CUDA_ERROR(Activate(rows, rows.places[i], p_.early));
     }
     GroupedGemmParams second =
@@ -187,7 +191,10 @@ class BlockLaunches : private ExpertLaunches {
                   Product(GemmProduct::kDataGrad, rows, at_.grads, at_.d_inner, /*first=*/false)));
     for (int i = 0; i < rows.count; ++i) {
       const Hidden& hidden = rows.places[i];
-      if (hidden.rows != p_.kept) EP_RETURN_IF_CUDA_ERROR(Multiply(FirstProductOf(rows, hidden)));
+      if (hidden.rows != p_.kept) {
+        EP_RETURN_IF_CUDA_ERROR(Multiply(FirstProductOf(rows, hidden, /*weighted=*/true)));
+        if (ProductActivates(s_)) continue;
+      }
       EP_RETURN_IF_CUDA_ERROR(Activate(rows, hidden, /*weighted=*/true));
     }
     for (int i = 0; i < rows.count; ++i) {
@@ -441,9 +448,10 @@ class BlockLaunches : private ExpertLaunches {
     return gemm;
   }
 
-  GroupedGemmParams FirstProductOf(const PassRows& rows, const Hidden& hidden) const {
+  GroupedGemmParams FirstProductOf(const PassRows& rows, const Hidden& hidden,
+                                   bool weighted) const {
     return InPlace(Product(GemmProduct::kForward, rows, at_.tokens, hidden.rows, /*first=*/true),
-                   hidden);
+                   hidden, weighted);
   }
 
   cudaError_t Activate(const PassRows& rows, const Hidden& hidden, bool weighted) const {

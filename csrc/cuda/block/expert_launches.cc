@@ -101,7 +101,13 @@ GroupedGemmParams ExpertLaunches::ProductOf(GemmProduct product, const PassRows&
   return gemm;
 }
 
-GroupedGemmParams ExpertLaunches::InPlace(GroupedGemmParams gemm, const Hidden& hidden) const {
+GroupedGemmParams ExpertLaunches::InPlace(GroupedGemmParams gemm, const Hidden& hidden,
+                                          bool weighted) const {
+  if (ProductActivates(s_)) {
+    const bool narrow = s_.scaling != GemmScaling::kNone;
+    gemm.activation = {p_.function, weighted ? at_.weights : nullptr,
+                       narrow ? at_.q_inner.data : at_.inner, at_.q_inner.scale, p_.power_of_two};
+  }
   gemm.slab_rows = hidden.count;
   gemm.bias = p_.wi_bias;
   gemm.bias_type = p_.bias_type;

@@ -24,7 +24,7 @@ namespace block {
 // A place for a pass's first product, and the flag that is set if the product is written there.
 struct Hidden {
   const int32_t* wanted;
-  void* rows;
+  void* rows;     // null: not stored
   int32_t count;  // rows that `rows` has room for
 };
 
@@ -57,8 +57,9 @@ class ExpertLaunches {
   // Returns a product by the first or the second weight, without operands.
   GroupedGemmParams ProductOf(GemmProduct product, const PassRows& rows, void* out,
                               bool first) const;
-  // Returns the launch of `gemm`, a first product, that writes to one of its possible places.
-  GroupedGemmParams InPlace(GroupedGemmParams gemm, const Hidden& hidden) const;
+  // Returns the launch of `gemm`, a first product, that writes to one of its possible places, and
+  // also the activation to `inner` if ProductActivates.
+  GroupedGemmParams InPlace(GroupedGemmParams gemm, const Hidden& hidden, bool weighted) const;
   WeightArrays WeightsOf(bool first) const;
   WeightArrays GradsOf(bool first) const;
   // Sends weights of copied experts to their slots, or their gradients from slots to the experts'

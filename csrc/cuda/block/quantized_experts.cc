@@ -47,10 +47,11 @@ cudaError_t QuantizedExperts::Forward(const PassRows& rows) const {
   if (!SendsTokens()) {
     EP_RETURN_IF_CUDA_ERROR(Quantize(rows, at_.tokens, s_.hidden, Fp8Format::kE4M3, at_.q_tokens));
   }
-  // Only one place is wanted. q_inner may overlap q_tokens, because that place's product has read
-  // them.
+  // Only one place is wanted. Activate's q_inner may overlap q_tokens, because that place's product
+  // has read them.
   for (int i = 0; i < rows.count; ++i) {
-    EP_RETURN_IF_CUDA_ERROR(FirstProduct(rows, rows.places[i], p_.wi));
+    EP_RETURN_IF_CUDA_ERROR(FirstProduct(rows, rows.places[i], p_.wi, p_.early));
+    if (ProductActivates(s_)) continue;
     EP_RETURN_IF_CUDA_ERROR(Activate(rows, rows.places[i], p_.early));
   }
   GroupedGemmParams second =
@@ -82,13 +83,14 @@ cudaError_t QuantizedExperts::TakeTokens(const PassRows& rows) const {
       const void* slots = WeightsOf(/*first=*/true).slots[0];
       EP_RETURN_IF_CUDA_ERROR(TransposeFirst(hidden.wanted, slots, own, s_.spare));
     }
-    EP_RETURN_IF_CUDA_ERROR(FirstProduct(rows, hidden, at_.wi));
+    EP_RETURN_IF_CUDA_ERROR(FirstProduct(rows, hidden, at_.wi, /*weighted=*/true));
   }
   return cudaSuccess;
 }
 
 cudaError_t QuantizedExperts::Backward(const PassRows& rows) const {
   for (int i = 0; i < rows.count; ++i) {
+    if (ProductActivates(s_) && rows.places[i].rows != p_.kept) continue;
     EP_RETURN_IF_CUDA_ERROR(Activate(rows, rows.places[i], /*weighted=*/true));
   }
   EP_RETURN_IF_CUDA_ERROR(NeedsWide() ? WideHiddenGrads(rows) : HiddenGrads(rows));
@@ -170,11 +172,11 @@ cudaError_t QuantizedExperts::ScalesOf(const int32_t* wanted, Fp8Format format,
 }
 
 cudaError_t QuantizedExperts::FirstProduct(const PassRows& rows, const Hidden& hidden,
-                                           const void* wi) const {
+                                           const void* wi, bool weighted) const {
   GroupedGemmParams gemm =
       Product(GemmProduct::kForward, rows, at_.q_tokens, wi, hidden.rows, /*first=*/true);
   if (wi == at_.wi) gemm.slots = {};
-  return Multiply(InPlace(gemm, hidden));
+  return Multiply(InPlace(gemm, hidden, weighted));
 }
 
 // Transposes first weights to the workspace, which has all of them in one array.

@@ -4,7 +4,7 @@
 //
 //   forward                                      backward
 //   q_tokens <- tokens                           q_grads  <- grads
-//   kept     <- q_tokens @ wi, or hidden         [dispatch x | d_inner <- q_grads @ wo^T]
+//   kept     <- q_tokens @ wi                    [dispatch x | d_inner <- q_grads @ wo^T]
 //   q_inner  <- activation, quantized            q_tokens <- tokens
 //   tokens   <- q_inner @ wo                     hidden   <- q_tokens @ wi, if it was not saved
 //                                                q_inner  <- activation, weighted and quantized
@@ -18,6 +18,8 @@
 // of a copy's, x and dy (dy only without a bias of wo) are quantized before they are sent, in half
 // of the bytes, and arrive as q_tokens and q_grads. A tensor scale covers all rows that a pass
 // brings to this device, so rows are then quantized after they arrive.
+//
+// The kernel of gated first products also computes q_inner (see ProductActivates).
 //
 // Operands of weight gradients overwrite rows that no launch reads any more.
 #ifndef EP_RUNTIME_CUDA_BLOCK_QUANTIZED_EXPERTS_H_
@@ -64,7 +66,8 @@ class QuantizedExperts : private ExpertLaunches {
                        const QuantizedRows& out) const;
   cudaError_t TransposeFirst(const int32_t* wanted, const void* from, int32_t first,
                              int32_t experts) const;
-  cudaError_t FirstProduct(const PassRows& rows, const Hidden& hidden, const void* wi) const;
+  cudaError_t FirstProduct(const PassRows& rows, const Hidden& hidden, const void* wi,
+                           bool weighted) const;
   cudaError_t Activate(const PassRows& rows, const Hidden& hidden, bool weighted) const;
   cudaError_t Activate(QuantizedActivationParams activation, const QuantizedRows& out) const;
   // Computes dwo and q_hidden.

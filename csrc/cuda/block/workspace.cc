@@ -115,7 +115,7 @@ void LayOutQuantized(const BlockSizes& s, bool hidden, Regions* regions, Workspa
   regions->Take(int64_t{4} * s.experts, &out->amax);
   const int64_t at = regions->used();
   TakeQuantized(s, s.hidden, regions, &out->q_tokens);
-  regions->BackTo(at);
+  if (!ProductActivates(s)) regions->BackTo(at);
   TakeQuantized(s, s.inner, regions, &out->q_inner);
   regions->PastAll();
 }
@@ -154,6 +154,12 @@ bool SendsQuantized(const BlockSizes& s) {
          4 * Blocks(s.hidden, kScaledValues) % kCopied == 0;
 }
 
+bool ProductActivates(const BlockSizes& s) {
+  if (s.columns == s.inner) return false;
+  return s.scaling == GemmScaling::kBlock ? s.inner % kScaledValues == 0
+                                          : s.scaling == GemmScaling::kNone && s.element_bytes == 2;
+}
+
 bool TurnsRows(const BlockSizes& s) {
   return s.scaling == GemmScaling::kNone && s.element_bytes == 4;
 }
@@ -184,7 +190,7 @@ int64_t LayOut(const BlockSizes& s, bool backward, uint8_t* base, Workspace* out
   Regions regions(base);
   const bool parts = NumParts(s) > 0;
   const auto rows = [&](int64_t width) { return s.rows * width * s.element_bytes; };
-  const bool hidden = backward || parts || s.kept_rows < s.rows;
+  const bool hidden = backward || (!ProductActivates(s) && (parts || s.kept_rows < s.rows));
   regions.Take(kDecisionBytes + int64_t{16} * s.experts, &out->decision);
   if (parts) TakePart(s, &regions, out);
   if (s.spare > 0) TakeSlots(s, backward, &regions, out);

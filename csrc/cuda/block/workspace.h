@@ -41,6 +41,10 @@ bool SendsQuantized(const BlockSizes& sizes);
 // Returns the bytes of such a row.
 int64_t QuantizedRowBytes(const BlockSizes& sizes);
 
+// Whether the first product's kernel also computes the activation: of gated rows, with 16-bit
+// operands, or with block scales if no block has columns of both the gate and up.
+bool ProductActivates(const BlockSizes& sizes);
+
 // Returns the tokens of a chunk: so few that no routing brings any rank more than W rows, or more
 // sums than its lane holds. The result is below 1 if W is too small for one token of every rank.
 int32_t PartTokens(const BlockSizes& sizes);
@@ -92,7 +96,8 @@ struct Workspace {
   float* d_weights;  // [W], backward
   void* tokens;      // [W, H] dispatched tokens; forward: later the experts' outputs
   void* grads;       // [W, H] backward: gradients of the outputs, later of dispatched tokens
-  void* hidden;      // [W, N] the first product; backward: later its gradient. May be null
+  void* hidden;      // [W, N] the first product; backward: later its gradient. Null if nobody
+                     // reads it
   void* inner;       // [W, M] activations
   void* d_inner;     // [W, M] backward
   void* weights_32;  // [L, N, H] with f32 rows: a transposed copy of the first or the second weight
@@ -103,7 +108,7 @@ struct Workspace {
                   // packed
   QuantizedRows q_tokens;  // width H
   QuantizedRows q_grads;   // width H, backward
-  QuantizedRows q_inner;   // width M; forward: overwrites q_tokens
+  QuantizedRows q_inner;   // width M; forward: overwrites q_tokens, unless ProductActivates
   QuantizedRows q_hidden;  // width N, backward: overwrites q_grads and q_inner
   // For backward, in memory of rows before they are written or after their last use. In the memory
   // of `tokens`: the first weight [L, N, H], and the operands of the second weight's gradient. In
