@@ -158,7 +158,8 @@ def test_plans_with_copies_are_those_of_the_reference(
         for field, values in want._asdict().items():
             np.testing.assert_array_equal(getattr(got, field), values, err_msg=f"{name}: {field}")
         np.testing.assert_array_equal(experts, others[0], err_msg=name)
-        assert (experts >= 0).any() or name not in ("everything to one rank", "zipf"), name
+        if capacity is None:  # drops even out rows
+            assert (experts >= 0).any() or name not in ("everything to one rank", "zipf"), name
         if not TRIAL:
             np.testing.assert_array_equal(most, got.group_sizes.sum(-1).max(), err_msg=name)
 
