@@ -2,11 +2,13 @@
 
 Variables: TEST_FROM is a file with the state to start from, TEST_TO the file for the state that a
 later generation restores, TEST_STEPS how many steps that generation makes, TEST_DIES a process and
-the generation before whose group it dies.
+the generation before whose group it dies, TEST_COMPILES how many steps `train` makes until it
+compiles again.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -27,6 +29,7 @@ ROWS, TOKENS = 24, 2
 HIDDEN, MLP = int(os.environ.get("TEST_HIDDEN", "16")), int(os.environ.get("TEST_MLP", "16"))
 EXPERTS = int(os.environ.get("TEST_EXPERTS", "12"))
 LAST = int(os.environ.get("TEST_LAST", "1"))
+COMPILES = int(os.environ.get("TEST_COMPILES", "0"))
 READY = 3  # steps until a process may die, or to the next copy of the state
 Arrays = dict[str, Any]
 
@@ -133,6 +136,9 @@ def train(say: Callable[..., None], hear: Callable[[], Any]) -> None:
                     number += 1
                     if number % READY == 0:
                         kept.commit(number, state)
+                    if COMPILES and number % COMPILES == 0:
+                        jax.clear_caches()
+                        gc.collect()
                     if generation.steps == 1:
                         times = {"connected": connected, "built": built, "at": time.monotonic()}
                         say(devices=mesh.size, first=first, **times)

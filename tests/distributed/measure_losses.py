@@ -5,6 +5,10 @@ with a GPU each.
 
 Prints seconds with a warm cache of programs, and the machine's load. The losses of every step must
 be those of a process alone.
+
+--random N kills one process or two together, N times, at random moments; they come back before the
+next time. --quiet-minutes M kills none of 8 processes that compile and collect garbage every few
+steps. Both end with 1 if a process hangs, a step has a wrong loss, or none was killed but one lost.
 """
 
 from __future__ import annotations
@@ -12,21 +16,36 @@ from __future__ import annotations
 import argparse
 import collections
 import os
+import random
 import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from daemon_fixtures import wait_until
 from distributed.going_on_job import READY
-from distributed.test_going_on import ALONE_STEPS, HANG_S, JOB, check_losses, losses_of, start
+from distributed.test_going_on import (
+    ALONE_STEPS,
+    HANG_S,
+    JOB,
+    MOMENTS_S,
+    Losses,
+    losses_of,
+    meet,
+    start,
+    wrong_losses,
+)
 from multiprocess import launch
 
 PROCESSES = 4
 STUCK_AFTER_S = 3
 TIMES = 2
+QUIET_PROCESSES = 8
+COMPILES = 5  # steps between compilations without a loss
 LARGE = dict(TEST_HIDDEN="512", TEST_MLP="1024", TEST_EXPERTS="32", TEST_RETAIN="600")
 _STAGES = {"connected": "to connect", "built": "to its state", "at": "to the next correct step"}
 _TRAIN = JOB.replace("run(", "train(")
@@ -35,16 +54,14 @@ _TRAIN = JOB.replace("run(", "train(")
 class Measurement:
     """Jobs of one runtime directory and cache, and the seconds that they took."""
 
-    def __init__(self, place: Path, devices: int) -> None:
+    def __init__(self, place: Path, devices: int, life_s: float) -> None:
         """`devices` of each process: CPU devices, or 0 for one GPU."""
-        self.place, self.devices = place, devices
+        self.place, self.devices, self.life_s = place, devices, life_s
         self.jobs = 0
         self.taken_s: dict[str, list[float]] = collections.defaultdict(list)
-        with self.job(processes=1, steps=ALONE_STEPS) as alone:
-            alone.heard(HANG_S)
-            alone.finish(HANG_S)
-        losses = losses_of(self.folder)
-        self.alone = {step: float.fromhex(*loss) for (_, step), loss in losses.items()}
+        self.alone: dict[int, float] = {}
+        self.checked, self.wrong = 0, list[str]()  # losses of steps
+        self.hangs = self.false = 0  # processes that did not go on, and that nobody had killed
 
     @property
     def folder(self) -> Path:
@@ -59,7 +76,22 @@ class Measurement:
         self.folder.mkdir()
         more = {"TEST_EXPERTS": "24", **more}
         more |= {"TEST_STEPS": str(steps), "TEST_TO": str(self.folder)}
-        return start(self.place, processes, self.devices, name or str(self.jobs), _TRAIN, **more)
+        name = name or str(self.jobs)
+        return start(self.place, processes, self.devices, name, _TRAIN, self.life_s, **more)
+
+    def check_losses(self) -> Losses:
+        """Compares the losses of the last job with those of a process alone; returns them."""
+        found, folder = losses_of(self.folder), self.folder
+        steps = max(ALONE_STEPS, *(step + 1 for _, step in found))
+        if steps > len(self.alone):
+            with self.job(processes=1, steps=steps) as alone:
+                alone.heard(HANG_S)
+                alone.finish(self.life_s)
+            losses = losses_of(self.folder)
+            self.alone = {step: float.fromhex(*loss) for (_, step), loss in losses.items()}
+        self.checked += len(found)
+        self.wrong += wrong_losses(folder, self.alone)
+        return found
 
     def all_died_and_came_back(self) -> None:
         """Processes 2 and 0 are killed, and come back, one after the other."""
@@ -78,7 +110,7 @@ class Measurement:
                     "comes back: from its connect to its first correct step", ended - connected
                 )
                 self.note("comes back: from its start to its first correct step", ended - began)
-        check_losses(self.folder, self.alone)
+        self.check_losses()
 
     def stands(self, what: str, number: signal.Signals, **more: str) -> None:
         """A process does not go on after a signal."""
@@ -91,7 +123,7 @@ class Measurement:
             self.note(f"{what} to the end of the process", time.monotonic() - began)
             ended, _ = self.first_steps([first, *rest])
             self.note(f"{what} to the next correct step", ended - began)
-        check_losses(self.folder, self.alone)
+        self.check_losses()
 
     def all_start_again(self) -> None:
         """Every process is killed after a commit, and the job is started again."""
@@ -113,21 +145,79 @@ class Measurement:
             at_s = max(one[what] for one in said) - began
             self.note(f"whole job of 52M parameters started again: {_STAGES[what]}", at_s)
 
+    def at_random(self, times: int, rng: random.Random, ends: float) -> None:
+        """Kills one process or two, so often or until `ends`; they come back in between."""
+        try:
+            self._at_random(times, rng, ends)
+        except AssertionError as hang:
+            self.hangs += 1
+            _say(f"{hang}")
+        self.check_losses()
+
+    def _at_random(self, times: int, rng: random.Random, ends: float) -> None:
+        with self.job() as job:
+            live = list(job.workers)
+            self.first_steps(live)
+            for number in range(1, times + 1):
+                if time.monotonic() > ends:
+                    return
+                threading.Event().wait(rng.uniform(0, MOMENTS_S))
+                victims = rng.sample(live, rng.choice([1, 2]))
+                for victim in victims:
+                    victim.send(signal.SIGKILL)
+                    live.remove(victim)
+                began = time.monotonic()
+                ended, _ = self.first_steps(live)
+                lost = sorted(victim.index for victim in victims)
+                _say(f"loss {number}, of {lost}:")
+                self.note(f"SIGKILL of {len(lost)} to the next correct step", ended - began)
+                while dead := {*range(PROCESSES)} - {worker.index for worker in live}:
+                    live += [job.start(index) for index in sorted(dead)]
+                    ended, connected = self.first_steps(live)
+                self.note("all are back: from the last connect", ended - connected)
+
+    def quiet(self, processes: int, ends: float) -> None:
+        """Kills nobody until `ends`."""
+        how = {"TEST_COMPILES": str(COMPILES), "JAX_ENABLE_COMPILATION_CACHE": "false"}
+        with self.job(processes=processes, **how) as job:
+            self.first_steps(list(job.workers))
+            # A process says something again in the next generation.
+            while all(worker.silent() and not worker.ended for worker in job.workers):
+                threading.Event().wait(1.0)
+                if time.monotonic() > ends:
+                    break
+            alive = sum(not worker.ended for worker in job.workers)
+        found = self.check_losses()
+        generations = {generation for generation, _ in found}
+        steps = 1 + max(step for _, step in found)
+        _say(f"{steps} steps, {len(generations)} generations, {alive} of {processes} alive")
+        self.false = len(generations) - 1 + processes - alive
+
     def first_steps(self, workers: list[launch.Worker]) -> tuple[float, float]:
         """Waits until these processes have done a step together; the latest end of it, and the
-        latest start of a `connect`."""
-        ended, connected = [], []
-        for worker in workers:
-            said = worker.heard(HANG_S)
-            while said["devices"] != len(workers) * max(self.devices, 1):
-                said = worker.heard(HANG_S)
-            ended.append(said["at"])
-            connected.append(said["connected"])
-        return max(ended), max(connected)
+        latest start of a `connect`. Takes out those that gloo has ended meanwhile."""
+        said: dict[int, Any] = {}
+        if ended := meet(workers, said, max(self.devices, 1)):
+            _say(f"gloo has ended {ended} processes")
+        told = [said[worker.index] for worker in workers]
+        return max(one["at"] for one in told), max(one["connected"] for one in told)
 
     def note(self, what: str, seconds: float) -> None:
         _say(f"{what}: {seconds:.1f}")
         self.taken_s[what].append(seconds)
+
+    def report(self) -> int:
+        """Prints all figures; 1 if something went wrong."""
+        _say(f"\nload of the machine: {os.getloadavg()}, {os.cpu_count()} cores\n")
+        if self.taken_s:
+            _say("| seconds | times | min | median | max |\n|---|---|---|---|---|")
+        for what, taken in self.taken_s.items():
+            figures = f"{min(taken):.1f} | {statistics.median(taken):.1f} | {max(taken):.1f}"
+            _say(f"| {what} | {len(taken)} | {figures} |")
+        _say("\n".join(["", *self.wrong]))
+        wrong = f"wrong losses of steps: {len(self.wrong)} of {self.checked}"
+        _say(f"hangs: {self.hangs}, {wrong}, processes lost unharmed: {self.false}")
+        return int(self.hangs + len(self.wrong) + self.false > 0)
 
     def measure(self, stuck_after_s: int) -> None:
         """Measures each loss once."""
@@ -138,22 +228,33 @@ class Measurement:
         self.all_start_again()
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gpus", action="store_true", help="a GPU for each process")
+    parser.add_argument(
+        "--gpus", action="store_true", help="a GPU for each process, or shared ones"
+    )
     parser.add_argument("--times", type=int, default=TIMES, help="of each loss")
+    parser.add_argument("--random", type=int, metavar="N", help="losses at random moments")
+    parser.add_argument("--seed", type=int, default=0, help="of the random moments")
+    parser.add_argument("--for", dest="for_s", type=float, default=3600.0, metavar="S")
+    parser.add_argument("--quiet-minutes", type=float, metavar="M", help="without a loss")
+    parser.add_argument("--processes", type=int, default=QUIET_PROCESSES, help="without a loss")
     options = parser.parse_args()
+    quiet_s = 60 * (options.quiet_minutes or 0.0)
+    devices = 0 if options.gpus else 1 if quiet_s else 2
+    ends = time.monotonic() + (quiet_s or options.for_s)
     with tempfile.TemporaryDirectory(prefix="ept-") as name:
-        measured = Measurement(Path(name), 0 if options.gpus else 2)
-        measured.measure(stuck_after_s=30)  # fills the cache
-        measured.taken_s.clear()
-        for _ in range(options.times):
-            measured.measure(STUCK_AFTER_S)
-    _say(f"\nload of the machine: {os.getloadavg()}, {os.cpu_count()} cores\n")
-    _say("| seconds | times | min | median | max |\n|---|---|---|---|---|")
-    for what, taken in measured.taken_s.items():
-        figures = f"{min(taken):.1f} | {statistics.median(taken):.1f} | {max(taken):.1f}"
-        _say(f"| {what} | {len(taken)} | {figures} |")
+        measured = Measurement(Path(name), devices, (quiet_s or options.for_s) + 2 * HANG_S)
+        if quiet_s:
+            measured.quiet(options.processes, ends)
+        elif options.random:
+            measured.at_random(options.random, random.Random(options.seed), ends)
+        else:
+            measured.measure(stuck_after_s=30)  # fills the cache
+            measured.taken_s.clear()
+            for _ in range(options.times):
+                measured.measure(STUCK_AFTER_S)
+    return measured.report()
 
 
 def _say(line: str) -> None:
@@ -162,4 +263,4 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
