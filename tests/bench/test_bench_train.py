@@ -18,7 +18,7 @@ from ep_runtime_bench import cli
 from ep_runtime_bench.base.clients import COMPILED, READY
 from ep_runtime_bench.base.moe_cases import CASES, CPU_CASES, PADDED, KernelTime, Profile
 from ep_runtime_bench.base.options import BenchOptions
-from ep_runtime_bench.base.train_cases import CPU_MODELS, MODELS, Trained, TrainOrder
+from ep_runtime_bench.base.train_cases import CPU_MODELS, MODELS, Committed, Trained, TrainOrder
 from ep_runtime_bench.moe import stock_layer
 from ep_runtime_bench.train import client, model, train
 
@@ -26,21 +26,25 @@ MODEL = dataclasses.replace(CPU_MODELS["8-layers"], num_experts=8, sequence=8, v
 
 
 def order_of(subject: str, **change: Any) -> TrainOrder:
-    change = {"model": MODEL, **change}
     how: dict[str, Any] = {"devices": 4, "platform": "cpu", "dtype": "float32", "repeats": 1}
-    return TrainOrder(subject=subject, name="tiny", address="embedded", **how, **change)
+    how |= {"address": "embedded", "model": MODEL, **change}
+    return TrainOrder(subject=subject, name="tiny", **how)
 
 
 # JAX's reader of profiles makes its types without modules; Python 3.12 warns, and it would abort.
 @pytest.mark.filterwarnings("ignore:builtin type .* has no __module__:DeprecationWarning")
 @pytest.mark.parametrize("beside", ["fsdp", pytest.param("tp", marks=pytest.mark.slow)])
-def test_both_train_the_same_model(monkeypatch: pytest.MonkeyPatch, beside: str) -> None:
+def test_both_train_the_same_model(
+    monkeypatch: pytest.MonkeyPatch, address: str, beside: str
+) -> None:
+    """Ours also with copies of its state, in turns with steps that make none."""
     monkeypatch.setattr(client, "start_jax", lambda *args: None)
     monkeypatch.setattr(model, "LEARNING_RATE", 1e-2)
     monkeypatch.setattr(stock_layer, "CAPACITY_FACTOR", float(MODEL.num_experts))  # no drops
     ticks = itertools.count()
     losses = {}
     how = {"model": dataclasses.replace(MODEL, beside=beside), "routing": "zipf"}
+    how |= {"address": address, "commit_every": 2}
     for subject, remat in (("xla", "plan"), (PADDED, "default")):
         heard: list[str] = []
         order = order_of(subject, remat=remat, **how)
@@ -49,6 +53,11 @@ def test_both_train_the_same_model(monkeypatch: pytest.MonkeyPatch, beside: str)
         assert [*found.step_s] == [1 / client.ROUND]
         assert found.planned_bytes > 0
         assert found.profile.kernels
+        assert (found.committed is None) == (subject == PADDED)
+        if seen := found.committed:
+            assert (seen.without_s, seen.copy_s, seen.with_s) == ([1 / 2], [1.0], [2 / 2])
+            experts = MODEL.layers * MODEL.num_experts * 3 * MODEL.hidden * MODEL.inner * 4
+            assert seen.copied_bytes > 3 * experts  # with AdamW's moments
         assert Trained.from_dict(json.loads(json.dumps(dataclasses.asdict(found)))) == found
         losses[subject] = np.array(found.losses)
     assert losses[PADDED][-1] < losses[PADDED][0]
@@ -158,6 +167,21 @@ def test_each_row_stands_beside_stock_with_remat_alike() -> None:
 )
 def test_a_layer_of_the_model_is_a_case_of_its_name(models: Any, cases: Any) -> None:
     assert models["8-layers"].case == cases["8-layers"]
+
+
+def test_copies_of_the_state_cost_what_steps_with_them_take_longer() -> None:
+    order = order_of("nvlink", commit_every=50)
+    seen = Committed([0.05, 0.07, 0.05], [0.06, 0.06, 0.09], [1.0, 3.0, 2.0], 10)
+    found = {order: Trained([0.05], [3.0, 2.0], 1000, 24, 5, committed=seen)}
+    (row,) = train._commit_rows(found)
+    assert (row["without_ms"], row["with_ms"], row["exposed_ms"]) == (50.0, 60.0, 10.0)
+    assert (row["commit_every"], row["copy_s"], row["copied_bytes"]) == (50, 2.0, 10)
+
+
+def test_steps_to_the_next_copy_are_for_train_and_not_negative() -> None:
+    for benches, steps in ((("moe",), 50), (("train",), -1)):
+        with pytest.raises(InvalidArgumentError, match=f"got {steps} with {benches[0]}"):
+            BenchOptions(benches=benches, commit_every=steps).checked()
 
 
 def test_devices_that_no_mesh_of_the_model_has_are_refused() -> None:

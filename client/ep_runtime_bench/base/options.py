@@ -137,6 +137,9 @@ class BenchOptions:
     routings: tuple[str, ...] = _option(
         TRAIN_ROUTINGS[:1], "where `train` sends tokens", flag="routed", choices=TRAIN_ROUTINGS
     )
+    commit_every: int = _option(
+        0, "`train` also copies its state to the node's memory every N steps, and times both; 0: no"
+    )
     sms: tuple[int, ...] = _option(
         (0,), "on GPUs: thread blocks of a kernel, one per SM; 0: the fastest measured"
     )
@@ -179,6 +182,12 @@ class BenchOptions:
                 raise InvalidArgumentError(
                     f"{argument} must be of {known}, got {values}", argument=argument
                 )
+        if self.commit_every < 0 or (self.commit_every and self.benches != ("train",)):
+            raise InvalidArgumentError(
+                f"--commit-every must be at least 0 and is for train only, got "
+                f"{self.commit_every} with {','.join(self.benches)}",
+                argument="commit_every",
+            )
         least_one = ("devices", "processes", "top_k", "num_experts", "repeats")
         for argument in (*least_one, "nodes", "gpus_per_node"):
             if getattr(self, argument) < 1:

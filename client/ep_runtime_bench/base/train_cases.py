@@ -87,12 +87,14 @@ CPU_MODELS: dict[str, Model] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainOrder(Order):
-    """An order for one model; `remat` is one of REMATS, `routing` one of ROUTINGS."""
+    """An order for one model; `remat` is one of REMATS, `routing` one of ROUTINGS, `commit_every`
+    the steps from one copy of the state to the next, 0 for none."""
 
     bench: ClassVar[str] = "train"
     model: Model
     remat: str = REMATS[0]
     routing: str = ROUTINGS[0]
+    commit_every: int = 0
 
     @property
     def own_label(self) -> str:
@@ -112,6 +114,24 @@ class TrainOrder(Order):
 
 
 @dataclasses.dataclass(frozen=True)
+class Committed:
+    """Times of steps with copies of the state and without, in turns, one value per round.
+
+    Attributes:
+        without_s: seconds of a step without a copy.
+        with_s: seconds of a step, of which the first of a round begins a copy. The round ends when
+            its steps and its copy have ended.
+        copy_s: seconds from the begin of a copy until it is committed.
+        copied_bytes: bytes of a copy that this process writes.
+    """
+
+    without_s: Sequence[float]
+    with_s: Sequence[float]
+    copy_s: Sequence[float]
+    copied_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Trained:
     """Results of one process.
 
@@ -123,6 +143,7 @@ class Trained:
         planned_bytes: bytes of the program's operands, results and temporaries on one device.
         profile: the kernels of a step.
         joules: joules that all devices use in a step; None without a counter.
+        committed: the cost of copies of the state; None if they were not asked for.
     """
 
     step_s: Sequence[float]
@@ -132,10 +153,13 @@ class Trained:
     planned_bytes: int
     profile: Profile = Profile()
     joules: float | None = None
+    committed: Committed | None = None
 
     @classmethod
     def from_dict(cls, said: Mapping[str, Any]) -> Trained:
-        return cls(**{**said, "profile": Profile.from_dict(said["profile"])})
+        profile, committed = Profile.from_dict(said["profile"]), said["committed"]
+        known = {"profile": profile, "committed": committed and Committed(**committed)}
+        return cls(**{**said, **known})
 
 
 BATCHES = 4  # used again in the same order

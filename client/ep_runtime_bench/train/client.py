@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,7 +18,7 @@ from jax.sharding import Mesh
 
 import ep_runtime as ep
 from ep_runtime_bench.base import clients, energy
-from ep_runtime_bench.base.train_cases import FIRST, ROUND, Trained, TrainOrder
+from ep_runtime_bench.base.train_cases import FIRST, ROUND, Committed, Trained, TrainOrder
 from ep_runtime_bench.moe.client import recipe_of
 from ep_runtime_bench.moe.measuring import create_group, peak_bytes, planned_bytes, profiled
 from ep_runtime_bench.train import model as models
@@ -60,10 +61,39 @@ def measure(order: TrainOrder, told: Callable[[str], object], clock: Clock) -> T
             planned_bytes(training.program),
             profiled(training.program, training.step, PROFILED_WARM),
             energy.joules_per_step(counted, training.run, step_s[-1]),
+            _committed(order, training, session, clock) if session and order.commit_every else None,
         )
         if group is not None:
             group.check()  # a failed call ends at once, so its time would look good
         return found
+
+
+def _committed(
+    order: TrainOrder, training: _Training, session: ep.Session, clock: Clock
+) -> Committed:
+    """Trains without copies of the state and with them, in turns."""
+    kept = ep.distributed.State(session)
+
+    def ended() -> float:
+        kept.wait()
+        return clock()
+
+    for step in range(2):  # allocate the two copies
+        kept.commit(step, training.state)
+    kept.wait()
+    without_s, with_s, copy_s = [], [], []
+    with ThreadPoolExecutor(1) as thread:
+        for number in range(order.repeats):
+            without_s.append(training.timed(clock, order.commit_every))
+            started = clock()
+            kept.commit(2 + number, training.state)
+            copied = thread.submit(ended)
+            training.run(order.commit_every)
+            copy_s.append(copied.result() - started)
+            with_s.append((clock() - started) / order.commit_every)
+    kept.release()
+    copied_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(training.state))
+    return Committed(without_s, with_s, copy_s, copied_bytes)
 
 
 class _Training:
@@ -96,6 +126,11 @@ class _Training:
     def _next(self) -> tuple[Any, ...]:
         return self._params, self._state, next(self._batches), self._experts
 
+    @property
+    def state(self) -> Any:
+        """Weights and the optimizer's state, until the next step."""
+        return self._params, self._state
+
     def step(self) -> jax.Array:
         """Enqueues one step; returns its loss."""
         self._params, self._state, loss = self.program(*self._next())
@@ -105,12 +140,12 @@ class _Training:
         """Runs consecutive steps, and waits for them."""
         jax.block_until_ready([self.step() for _ in range(steps)][-1])
 
-    def timed(self, clock: Clock) -> float:
-        """Returns the seconds of a step, averaged over ROUND consecutive steps."""
+    def timed(self, clock: Clock, steps: int = ROUND) -> float:
+        """Returns the seconds of a step, averaged over consecutive steps."""
         jax.block_until_ready(self._params)
         started = clock()
-        self.run(ROUND)
-        return (clock() - started) / ROUND
+        self.run(steps)
+        return (clock() - started) / steps
 
 
 def _like(shapes: Any, params: Any, shardings: Any) -> Any:

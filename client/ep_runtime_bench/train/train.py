@@ -7,6 +7,9 @@ the model in PyTorch, a process per device, and drops none. A step is one of six
 Memory is the peak of the fullest device plus our windows, weights and moments included. ZEROS and
 COPIES are kernels on device 0 that fill or copy, by their names; IDLE is time without a kernel
 there. Waits for slower ranks are part of our kernels' times.
+
+--commit-every N measures steps with copies of the state (`ep.distributed.State`) and without, in
+turns. A round has N steps, and one copy, which must have ended too. EXPOSED is the difference.
 """
 
 from __future__ import annotations
@@ -59,6 +62,16 @@ COLUMNS = (
     Column("window_bytes", "WINDOWS", "bytes", wide=True),
     Column("planned_bytes", "PLANNED", "bytes", wide=True),
 )
+COMMIT_COLUMNS = (
+    Column("model", "MODEL"),
+    Column("subject", "SUBJECT"),
+    Column("commit_every", "EVERY", "count"),
+    Column("without_ms", "STEP MS", "count"),
+    Column("with_ms", "WITH COPIES MS", "count"),
+    Column("exposed_ms", "EXPOSED MS", "count"),
+    Column("copy_s", "COPY S", "count"),
+    Column("copied_bytes", "COPY", "bytes"),
+)
 _ZEROS = re.compile(r"memset|broadcast", re.IGNORECASE)
 _COPIES = re.compile(r"memcpy|copy|dynamic[-_](update[-_])?slice|transpose", re.IGNORECASE)
 
@@ -85,8 +98,11 @@ def _reports(options: BenchOptions, found: Found) -> list[BenchReport]:
     kind = "GPUs" if options.on_gpus else "CPU devices"
     title = f"Training step: {options.devices} {kind}, {options.dtype}"
     profiles = {(order.name, order.label): each.profile for order, each in found.items()}
+    copies = [*_commit_rows(found)]
+    about = "copies of the state in the node's memory: medians of rounds"
     return [
         BenchReport("train", title, COLUMNS, make_rows(options, found)),
+        *[BenchReport("train_commits", about, COMMIT_COLUMNS, copies)][: len(copies)],
         BenchReport(
             "train_kernels",
             "where the time goes: device 0 in one step",
@@ -95,6 +111,22 @@ def _reports(options: BenchOptions, found: Found) -> list[BenchReport]:
             explains=True,
         ),
     ]
+
+
+def _commit_rows(found: Found) -> Iterator[dict[str, Any]]:
+    for order, each in found.items():
+        if (seen := each.committed) is not None:
+            without, copied = median(seen.without_s), median(seen.with_s)
+            yield {
+                "model": order.name,
+                "subject": order.label,
+                "commit_every": order.commit_every,
+                "without_ms": round(without * 1e3, 2),
+                "with_ms": round(copied * 1e3, 2),
+                "exposed_ms": round((copied - without) * 1e3, 2),
+                "copy_s": round(median(seen.copy_s), 3),
+                "copied_bytes": seen.copied_bytes,
+            }
 
 
 def orders(options: BenchOptions, address: str) -> list[TrainOrder]:
@@ -111,6 +143,7 @@ def orders(options: BenchOptions, address: str) -> list[TrainOrder]:
         how: dict[str, Any] = {
             "name": name if routing == ROUTINGS[0] else f"{name} {routing}",
             "routing": routing,
+            "commit_every": options.commit_every,
         }
         for subject in subjects:
             if subject["subject"] == TORCH and model.beside:
