@@ -147,6 +147,7 @@ def _groups() -> pb.ListGroupsResponse:
         outer_axes=["dp"],
         num_experts=256,
         hidden_size=7168,
+        spare_experts=2,
     )
     members = [
         types_pb2.GroupMember(world_rank=rank, session_id=SESSION, pid=4000 + rank, attached=True)

@@ -12,7 +12,7 @@ import pytest
 from ep_runtime_client.cli import tables
 from ep_runtime_client.cli.commands import load
 from ep_runtime_client.cli.ranks import board_samples, rows, screen
-from ep_runtime_client.readers import tallies
+from ep_runtime_client.readers import figures, tallies
 from ep_runtime_client.readers.admin_service import plain
 
 
@@ -119,6 +119,22 @@ def test_rows_that_nobody_counts_by_expert_are_not_called_none() -> None:
     after["rows"] = 7
     (one,) = tallies.between(look(before), look(after))
     assert rows._tokens_s(one) is None
+
+
+def test_copies_even_out_what_ranks_compute() -> None:
+    """Ranks have 1, 2, 3 and 4 rows of their own experts; with copies they compute 2 and 3."""
+    before = look(*(tally(rank, 1.0, {}) for rank in range(4)))
+    for one in before.ranks.values():
+        one["layers"][0]["rows"] = [0, 0]
+    computed = [20, 20, 30, 30]
+    after = [{**tally(rank, 2.0, {}), "rows": rows} for rank, rows in enumerate(computed)]
+    for ranks in (after, tallies.between(before, look(*after))):
+        assert figures.copies_of(ranks) == {
+            "own_max_mean": pytest.approx(4 / 2.5),
+            "computed_max_mean": pytest.approx(30 / 25),
+            "moved_share": pytest.approx(0.1),
+        }
+    assert figures.copies_of([*before.ranks.values()]) is None
 
 
 @pytest.mark.parametrize(

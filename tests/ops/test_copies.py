@@ -15,7 +15,7 @@ from fakes import MakeGroup
 from moe_layouts import EXPERTS, LAYOUTS, TOKENS, TOP_K, make_params, open_group, place
 
 import ep_runtime as ep
-from ep_runtime import layout
+from ep_runtime import board, board_records, layout
 from ep_runtime_client.moe import copies
 from ep_runtime_client.moe.api import moe
 from ep_runtime_client.ops.movement.prepare import call_of_plan
@@ -226,10 +226,11 @@ def opened(make_group: MakeGroup, name: str, **settings: Any) -> Any:
 
 
 def test_values_gradients_and_statistics_are_those_without_copies(make_group: MakeGroup) -> None:
-    """The same bits on every transport, and run after run; statistics and drops are the same."""
-    results = []
+    """The same bits on every transport, and run after run; statistics and drops are the same. The
+    board counts what ranks compute."""
+    results, computed = [], []
     for settings in ({"spare_experts": 0}, {}, {"transport": "xla"}):
-        _, layer, x, params = opened(make_group, "dp2 ep4", **settings)
+        group, layer, x, params = opened(make_group, "dp2 ep4", **settings)
         mask = jnp.arange(TOKENS) % 5 > 0
 
         def run(x: Any, params: Any, layer: Any = layer, mask: Any = mask) -> Any:
@@ -247,6 +248,11 @@ def test_values_gradients_and_statistics_are_those_without_copies(make_group: Ma
         results.append(jax.device_get(step(x, params)))
         for left, right in zip(*map(jax.tree.leaves, (results[-1], step(x, params))), strict=True):
             np.testing.assert_array_equal(left, right)
+        if group.board is not None:
+            ranks = board_records.read_ranks(group.board, board.board_layout(group.spec))
+            computed.append(np.array([rank.rows for rank in ranks]))
+    assert computed[0].sum() == computed[1].sum()
+    assert computed[0].max() > 1.5 * computed[0].mean() > computed[1].max()
     (without, counts), *others = results
     assert counts[1] > 0
     for values, stats in others:
@@ -276,7 +282,8 @@ def test_weights_in_any_layout(make_group: MakeGroup, name: str, way: str) -> No
     assert worst_error(program(x, params), DENSE.graded(x, params)) < 2e-5
     seen = explain_text(program.as_text())
     assert [str(path) for path in seen.paths] == [
-        "ep.moe of 'moe': composed: kernels are for GPUs, over windows and NCCL"
+        "ep.moe of 'moe': composed: kernels are for GPUs, over windows and NCCL; "
+        f"{SPARE} slots of a rank for copies"
     ]
     moved = [one for one in seen.collectives if one.kind == "all-to-all"]
     assert {one.op for one in moved} == {"block", "block_bwd"}

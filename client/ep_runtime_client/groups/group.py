@@ -210,6 +210,7 @@ class Group:
         Returns:
             GroupLoad, whose `layers` has for each layer that was called `experts` int64 [E], the
             rows by expert, `ranks`, `max_mean`, `jain`, `fullest`, `dropped` and `extra_chunks`.
+            `computed` has the rows that each rank computed, copies of experts included.
 
         Raises:
             InvalidArgumentError: under tracing, or the session has no daemon.

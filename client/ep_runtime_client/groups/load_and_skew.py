@@ -48,10 +48,13 @@ class GroupLoad:
 
     Attributes:
         layers: by name, "stack[i]" for a layer of a stack; only layers that were called.
+        computed: int64 [world size], rows that each rank computed, over all layers. They differ
+            from the layers' `ranks` if experts have copies (`spare_experts`).
         missing: nodes that did not answer, whose ranks are not counted.
     """
 
     layers: dict[str, LayerLoad]
+    computed: np.ndarray
     missing: tuple[str, ...]
 
 
@@ -158,7 +161,10 @@ class LoadAndSkew:
                 extra_chunks=grown["rounds"].get(name, 0),
                 **{each: found[each] for each in ("rows", "max_mean", "jain", "fullest")},
             )
-        return GroupLoad(layers, _missing(seen))
+        computed = np.zeros(self._spec.world_size, np.int64)
+        for row in ranks:
+            computed[row["world_rank"]] = row["rows"]
+        return GroupLoad(layers, computed, _missing(seen))
 
     def skew(self) -> GroupSkew:
         """As `Group.skew`."""

@@ -130,14 +130,18 @@ class MoEPath:
         path: the body that runs them: "cuda" or "cuda_nodes" (one custom call forward and one
             backward), or "composed" (separate ops, on arrays that have room for the worst case).
         why: the reason for "composed"; empty for the others.
+        spare_experts: slots of each rank for copies of other ranks' experts.
     """
 
     layer: str
     path: str
     why: str
+    spare_experts: int = 0
 
     def __str__(self) -> str:
-        return f"ep.moe of {self.layer!r}: {self.path}" + (f": {self.why}" if self.why else "")
+        copies = f"; {self.spare_experts} slots of a rank for copies" if self.spare_experts else ""
+        why = f": {self.why}" if self.why else ""
+        return f"ep.moe of {self.layer!r}: {self.path}{why}{copies}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +210,10 @@ def explain_text(text: str) -> Explanation:
 def _paths(program: _Program) -> list[MoEPath]:
     names = (item.op_name for item in program.instructions.values())
     ways = dict.fromkeys(way for name in names for way in scopes.ways(name))
-    return [MoEPath(layer, way, bodies.REASONS.get(why, "")) for way, why, layer in ways]
+    return [
+        MoEPath(layer, way, bodies.REASONS.get(why, ""), int(spare))
+        for way, why, spare, layer in ways
+    ]
 
 
 @dataclasses.dataclass(frozen=True)

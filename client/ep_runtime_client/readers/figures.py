@@ -33,6 +33,28 @@ def load_of(ranks: Sequence[tallies.Row | Interval], name: str, rows: int) -> di
     }
 
 
+def copies_of(ranks: Sequence[tallies.Row | Interval]) -> dict[str, Any] | None:
+    """Computes how copies of experts evened out rows over ranks, with the keys of `load`'s JSON.
+
+    It compares rows of each rank's own experts with rows that the rank computed, summed over calls
+    and layers. None without rows by expert.
+    """
+    own = [
+        sum(sum(tallies.layer_rows([one], name).values()) for name in tallies.layer_names(one))
+        for one in ranks
+    ]
+    computed = [one.rows if isinstance(one, Interval) else one["rows"] for one in ranks]
+    totals = sum(own), sum(computed)
+    if not all(totals):
+        return None
+    shares = [(a / totals[0], b / totals[1]) for a, b in zip(own, computed, strict=True)]
+    return {
+        "own_max_mean": tallies.max_mean(own),
+        "computed_max_mean": tallies.max_mean(computed),
+        "moved_share": sum(abs(a - b) for a, b in shares) / 2,
+    }
+
+
 def ops(group: Sequence[Interval], wanted: str | None) -> list[str]:
     """Returns the ops that ranks called or wait in, in the order of a step."""
     found = dict.fromkeys(op for one in group for op, (calls, _) in one.ops.items() if calls)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from ep_runtime.allowed_names import shown
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.cli import render, tables
-from ep_runtime_client.cli.daemon import reading
+from ep_runtime_client.cli.daemon import nodes, reading
 from ep_runtime_client.cli.ranks import board_samples
 from ep_runtime_client.cli.tables import IDENTITY, Column
 from ep_runtime_client.readers import tallies
+from ep_runtime_client.readers.figures import copies_of
 from ep_runtime_client.readers.figures import load_of as _layer
 
 COLUMNS = (
@@ -53,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     with source.open_source(args.address, timeout_s=args.timeout) as daemon:
         seen = board_samples.begin(args, daemon)
+        known = nodes.everywhere(daemon, lambda one: one.groups(), args.node).rows
+        copying = {_name(row) for row in known if row["spare_experts"]}
         history: History = {}
         for _ in range(args.samples):
             if seen.interval_s:
@@ -62,12 +65,12 @@ def run(args: argparse.Namespace) -> int:
                 for layer in layers:
                     history.setdefault((key, layer["layer"]), []).append(layer)
             if args.output == "json" or not isinstance(seen, board_samples.PastSamples):
-                _write(args, seen, groups)
+                _write(args, seen, groups, copying)
         if isinstance(seen, board_samples.PastSamples):
             seen.whole()
             groups = _groups(args, seen)
             if args.output != "json":
-                _write(args, seen, groups)
+                _write(args, seen, groups, copying)
         if args.samples > 1 and args.output != "json":
             _write_history(history)
         if args.png:
@@ -88,13 +91,19 @@ Groups = Mapping[tallies.GroupName, list[dict[str, Any]]]
 History = dict[tuple[tallies.GroupName, str], list[dict[str, Any]]]
 
 
+def _name(row: Mapping[str, Any]) -> tallies.GroupName:
+    return tallies.GroupName(row["uid"], row["job"], row["name"])
+
+
+def _ranks(seen: board_samples.BoardSamples) -> Mapping[tallies.GroupName, Sequence[Any]]:
+    """Returns each group's ranks with their rows in the interval, or since the group formed."""
+    return seen.groups if seen.interval_s else seen.sums()
+
+
 def _groups(args: argparse.Namespace, seen: board_samples.BoardSamples) -> Groups:
     """Returns each group's layers with their rows in the interval, or since the group formed."""
-    ranks: Mapping[tallies.GroupName, Sequence[Any]] = (
-        seen.groups if seen.interval_s else seen.sums()
-    )
     found = {}
-    for key, of_group in ranks.items():
+    for key, of_group in _ranks(seen).items():
         dropped = seen.grown(key, "dropped_rows", from_start=not seen.interval_s)
         extra_chunks = seen.grown(key, "rounds", from_start=not seen.interval_s)
         rows = seen.grown(key, "rows", from_start=not seen.interval_s)
@@ -117,9 +126,20 @@ def _groups(args: argparse.Namespace, seen: board_samples.BoardSamples) -> Group
     return found
 
 
-def _write(args: argparse.Namespace, seen: board_samples.BoardSamples, groups: Groups) -> None:
+def _write(
+    args: argparse.Namespace,
+    seen: board_samples.BoardSamples,
+    groups: Groups,
+    copying: Set[tallies.GroupName],
+) -> None:
+    """`copying`: groups whose ranks have slots for copies of experts."""
+    ranks = _ranks(seen)
+    copies = {key: copies_of(ranks[key]) if key in copying else None for key in groups}
     if args.output == "json":
-        items = [{**seen.about(key), "layers": layers} for key, layers in groups.items()]
+        items = [
+            {**seen.about(key), "copies": copies[key], "layers": layers}
+            for key, layers in groups.items()
+        ]
         seen.write_json("load", items, compact=args.samples > 1)
         return
     if not groups:
@@ -127,6 +147,13 @@ def _write(args: argparse.Namespace, seen: board_samples.BoardSamples, groups: G
     for key, layers in seen.apart(groups):
         render.write_text(f"{board_samples.title(key)}: rows {seen.when(key)}")
         render.write_table(COLUMNS, layers, wide=args.output == "wide", empty="no calls yet")
+        if (found := copies[key]) is not None:
+            own, computed = found["own_max_mean"], found["computed_max_mean"]
+            render.write_text(
+                f"copies of experts: over all layers the fullest rank computed {computed:.2f} "
+                f"times the mean, with {own:.2f} of its own experts; at least "
+                f"{found['moved_share']:.1%} of all rows went to copies"
+            )
         _write_heat(layers)
 
 

@@ -18,7 +18,7 @@ _SCOPE = re.compile(
     r"/([^/()]+)"
 )
 COPIED = "ep_copies"  # scope around experts that have copies
-_WAY = re.compile(r"\bep_moe\.(\w+)\.(\w+)/([^/()]+)")
+_WAY = re.compile(r"\bep_moe\.(\w+)\.(\w+)\.(\d+)/([^/()]+)")
 
 
 def scope(op: str, layer: EpLayer) -> AbstractContextManager[Any]:
@@ -26,11 +26,12 @@ def scope(op: str, layer: EpLayer) -> AbstractContextManager[Any]:
     return jax.named_scope(f"ep_{op}/{label(layer)}")
 
 
-def ways(op_name: str) -> list[tuple[str, str, str]]:
-    """Finds (way, why, layer) of each scope ep_moe.WAY.WHY/LAYER in the op name of an HLO
-    instruction.
+def ways(op_name: str) -> list[tuple[str, str, str, str]]:
+    """Finds (way, why, spare, layer) of each scope ep_moe.WAY.WHY.SPARE/LAYER in the op name of an
+    HLO instruction.
 
-    WAY is the body of a block of experts, and WHY the reason if it is not the fast one.
+    WAY is the body of a block of experts, WHY the reason if it is not the fast one, and SPARE the
+    slots of a rank for copies of experts.
     """
     return _WAY.findall(op_name)
 
