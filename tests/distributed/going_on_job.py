@@ -3,7 +3,7 @@
 Variables: TEST_FROM is a file with the state to start from, TEST_TO the file for the state that a
 later generation restores, TEST_STEPS how many steps that generation makes, TEST_DIES a process and
 the generation before whose group it dies, TEST_COMPILES how many steps `train` makes until it
-compiles again.
+compiles again. With TEST_SAVES it writes files for `replay` to the folder TEST_TO.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ ROWS, TOKENS = 24, 2
 HIDDEN, MLP = int(os.environ.get("TEST_HIDDEN", "16")), int(os.environ.get("TEST_MLP", "16"))
 EXPERTS = int(os.environ.get("TEST_EXPERTS", "12"))
 LAST = int(os.environ.get("TEST_LAST", "1"))
+SAVES = "TEST_SAVES" in os.environ
 COMPILES = int(os.environ.get("TEST_COMPILES", "0"))
 READY = 3  # steps until a process may die, or to the next copy of the state
 Arrays = dict[str, Any]
@@ -128,6 +129,8 @@ def train(say: Callable[..., None], hear: Callable[[], Any]) -> None:
                     number, state = 0, put(first_state(), split)
                 else:
                     number, state = kept.restore(abstract(split))
+                if SAVES:
+                    _save(log.parent / f"{generation.number}.npz", mesh, kept)
                 built, first = time.monotonic(), number
                 while number < steps:
                     loss, state = generation.step(step, state, number)
@@ -142,6 +145,36 @@ def train(say: Callable[..., None], hear: Callable[[], Any]) -> None:
                     if generation.steps == 1:
                         times = {"connected": connected, "built": built, "at": time.monotonic()}
                         say(devices=mesh.size, first=first, **times)
+
+
+def _save(file: Path, mesh: Mesh, kept: ep.distributed.State) -> None:
+    """Writes the state with which a generation begins, for `replay`."""
+    number, state = 0, first_state()
+    if kept.committed is not None:
+        number, state = kept.restore(abstract(layout(mesh, PartitionSpec())))
+    if jax.process_index() == mesh.devices.flat[0].process_index:
+        np.savez(file, number=number, devices=mesh.size, **state)
+
+
+def replay(say: Callable[..., None], hear: Callable[[], Any]) -> None:
+    """Makes the first steps of generations again, in a job that has their number of devices: of
+    each file in TEST_AGAIN, [file, steps] in JSON. Says their losses by file."""
+    session = ep.connect("node", on_loss="continue", timeout_s=60)
+    for generation in ep.distributed.generations():
+        with generation:
+            mesh = ep.distributed.fit_mesh(
+                generation.devices, {"ep": None}, num_experts=EXPERTS, batch=ROWS
+            ).mesh
+            step, split = build(session, mesh, 0), layout(mesh, PartitionSpec("ep"))
+            found: dict[str, list[str]] = {}
+            for file, steps in json.loads(os.environ["TEST_AGAIN"]):
+                with np.load(file) as saved:
+                    first, state = int(saved["number"]), put({x: saved[x] for x in split}, split)
+                found[file] = []
+                for number in range(first, first + steps):
+                    loss, state = generation.step(step, state, number)
+                    found[file].append(float(loss).hex())
+            say(losses=found)
 
 
 def run(say: Callable[..., None], hear: Callable[[], Any]) -> None:

@@ -3,8 +3,9 @@ with a GPU each.
 
     PYTHONPATH=.:server:client:tests python tests/distributed/measure_losses.py [--gpus] [--times N]
 
-Prints seconds with a warm cache of programs, and the machine's load. The losses of every step must
-be those of a process alone.
+Prints seconds with a warm cache of programs, and the machine's load. After a loss, all processes
+must have the same losses. Those of the first steps of every generation must be bit for bit those of
+a new job with as many devices, from the same state.
 
 --random N kills one process or two together, N times, at random moments; they come back before the
 next time. --quiet-minutes M kills none of 8 processes that compile and collect garbage every few
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import json
 import os
 import random
 import signal
@@ -23,22 +25,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from daemon_fixtures import wait_until
 from distributed.going_on_job import READY
-from distributed.test_going_on import (
-    ALONE_STEPS,
-    HANG_S,
-    JOB,
-    MOMENTS_S,
-    Losses,
-    losses_of,
-    meet,
-    start,
-    wrong_losses,
-)
+from distributed.test_going_on import HANG_S, JOB, MOMENTS_S, losses_of, meet, start
 from multiprocess import launch
 
 PROCESSES = 4
@@ -48,7 +42,8 @@ QUIET_PROCESSES = 8
 COMPILES = 5  # steps between compilations without a loss
 LARGE = dict(TEST_HIDDEN="512", TEST_MLP="1024", TEST_EXPERTS="32", TEST_RETAIN="600")
 _STAGES = {"connected": "to connect", "built": "to its state", "at": "to the next correct step"}
-_TRAIN = JOB.replace("run(", "train(")
+_TRAIN, _REPLAY = (JOB.replace("run(", f"{name}(") for name in ("train", "replay"))
+REPLAYED = 300  # steps of a generation
 
 
 class Measurement:
@@ -59,8 +54,8 @@ class Measurement:
         self.place, self.devices, self.life_s = place, devices, life_s
         self.jobs = 0
         self.taken_s: dict[str, list[float]] = collections.defaultdict(list)
-        self.alone: dict[int, float] = {}
-        self.checked, self.wrong = 0, list[str]()  # losses of steps
+        self.done: list[Path] = []  # folders with losses that are to be checked
+        self.steps = self.replayed = 0  # whose losses were compared
         self.hangs = self.false = 0  # processes that did not go on, and that nobody had killed
 
     @property
@@ -68,30 +63,37 @@ class Measurement:
         """Losses of the last job."""
         return self.place / str(self.jobs)
 
-    def job(
-        self, name: str = "", processes: int = PROCESSES, steps: int = 10**9, **more: str
-    ) -> launch.Job:
+    def job(self, name: str = "", processes: int = PROCESSES, **more: str) -> launch.Job:
         """The next job; one of the same name finds its state."""
         self.jobs += 1
         self.folder.mkdir()
-        more = {"TEST_EXPERTS": "24", **more}
-        more |= {"TEST_STEPS": str(steps), "TEST_TO": str(self.folder)}
-        name = name or str(self.jobs)
-        return start(self.place, processes, self.devices, name, _TRAIN, self.life_s, **more)
+        saves = {} if name else {"TEST_SAVES": ""}
+        more = {"TEST_EXPERTS": "24", "TEST_STEPS": str(10**9), **saves, **more}
+        name, more["TEST_TO"] = name or str(self.jobs), str(self.folder)
+        script = _REPLAY if "TEST_AGAIN" in more else _TRAIN
+        return start(self.place, processes, self.devices, name, script, self.life_s, **more)
 
-    def check_losses(self) -> Losses:
-        """Compares the losses of the last job with those of a process alone; returns them."""
-        found, folder = losses_of(self.folder), self.folder
-        steps = max(ALONE_STEPS, *(step + 1 for _, step in found))
-        if steps > len(self.alone):
-            with self.job(processes=1, steps=steps) as alone:
-                alone.heard(HANG_S)
-                alone.finish(self.life_s)
-            losses = losses_of(self.folder)
-            self.alone = {step: float.fromhex(*loss) for (_, step), loss in losses.items()}
-        self.checked += len(found)
-        self.wrong += wrong_losses(folder, self.alone)
-        return found
+    def wrong_losses(self) -> Iterator[str]:
+        """Names steps whose losses differ among processes, or in a new job of the survivors."""
+        known: dict[str, list[tuple[int, set[str]]]] = {}
+        again: dict[int, list[tuple[str, int]]] = collections.defaultdict(list)
+        for folder in self.done:
+            for (generation, step), losses in sorted(losses_of(folder).items()):
+                known.setdefault(f"{folder}/{generation}.npz", []).append((step, losses))
+        for file, steps in known.items():
+            self.steps += len(steps)
+            yield from (f"{file}: step {at}: {found}" for at, found in steps if len(found) > 1)
+            with np.load(file) as saved:
+                again[int(saved["devices"])].append((file, min(len(steps), REPLAYED)))
+        for devices, files in again.items():
+            processes = devices // max(self.devices, 1)
+            with self.job(processes=processes, TEST_AGAIN=json.dumps(files)) as job:
+                said = job.heard(self.life_s)[0]["losses"]
+            for file, losses in said.items():
+                self.replayed += len(losses)
+                for (step, found), loss in zip(known[file], losses, strict=False):
+                    if found != {loss}:
+                        yield f"{file}: step {step}: {found}, and {loss} again"
 
     def all_died_and_came_back(self) -> None:
         """Processes 2 and 0 are killed, and come back, one after the other."""
@@ -110,7 +112,7 @@ class Measurement:
                     "comes back: from its connect to its first correct step", ended - connected
                 )
                 self.note("comes back: from its start to its first correct step", ended - began)
-        self.check_losses()
+        self.done.append(self.folder)
 
     def stands(self, what: str, number: signal.Signals, **more: str) -> None:
         """A process does not go on after a signal."""
@@ -123,7 +125,7 @@ class Measurement:
             self.note(f"{what} to the end of the process", time.monotonic() - began)
             ended, _ = self.first_steps([first, *rest])
             self.note(f"{what} to the next correct step", ended - began)
-        self.check_losses()
+        self.done.append(self.folder)
 
     def all_start_again(self) -> None:
         """Every process is killed after a commit, and the job is started again."""
@@ -152,7 +154,7 @@ class Measurement:
         except AssertionError as hang:
             self.hangs += 1
             _say(f"{hang}")
-        self.check_losses()
+        self.done.append(self.folder)
 
     def _at_random(self, times: int, rng: random.Random, ends: float) -> None:
         with self.job() as job:
@@ -187,7 +189,8 @@ class Measurement:
                 if time.monotonic() > ends:
                     break
             alive = sum(not worker.ended for worker in job.workers)
-        found = self.check_losses()
+        self.done.append(self.folder)
+        found = losses_of(self.folder)
         generations = {generation for generation, _ in found}
         steps = 1 + max(step for _, step in found)
         _say(f"{steps} steps, {len(generations)} generations, {alive} of {processes} alive")
@@ -214,10 +217,11 @@ class Measurement:
         for what, taken in self.taken_s.items():
             figures = f"{min(taken):.1f} | {statistics.median(taken):.1f} | {max(taken):.1f}"
             _say(f"| {what} | {len(taken)} | {figures} |")
-        _say("\n".join(["", *self.wrong]))
-        wrong = f"wrong losses of steps: {len(self.wrong)} of {self.checked}"
-        _say(f"hangs: {self.hangs}, {wrong}, processes lost unharmed: {self.false}")
-        return int(self.hangs + len(self.wrong) + self.false > 0)
+        wrong = [*self.wrong_losses()]
+        compared = f"{self.replayed} of {self.steps} replayed"
+        _say("\n".join(["", *wrong, f"wrong losses: {len(wrong)} of steps, {compared}"]))
+        _say(f"hangs: {self.hangs}, processes lost unharmed: {self.false}")
+        return int(self.hangs + len(wrong) + self.false > 0)
 
     def measure(self, stuck_after_s: int) -> None:
         """Measures each loss once."""
@@ -236,7 +240,14 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=TIMES, help="of each loss")
     parser.add_argument("--random", type=int, metavar="N", help="losses at random moments")
     parser.add_argument("--seed", type=int, default=0, help="of the random moments")
-    parser.add_argument("--for", dest="for_s", type=float, default=3600.0, metavar="S")
+    parser.add_argument(
+        "--for",
+        dest="for_s",
+        type=float,
+        default=3600.0,
+        metavar="S",
+        help="seconds in which losses begin",
+    )
     parser.add_argument("--quiet-minutes", type=float, metavar="M", help="without a loss")
     parser.add_argument("--processes", type=int, default=QUIET_PROCESSES, help="without a loss")
     options = parser.parse_args()
@@ -254,7 +265,7 @@ def main() -> int:
             measured.taken_s.clear()
             for _ in range(options.times):
                 measured.measure(STUCK_AFTER_S)
-    return measured.report()
+        return measured.report()
 
 
 def _say(line: str) -> None:

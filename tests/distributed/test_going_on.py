@@ -194,17 +194,14 @@ def losses_of(place: Path) -> Losses:
     return found
 
 
-def wrong_losses(place: Path, alone: dict[int, float]) -> list[str]:
-    """Names steps in which processes had other losses than each other, or than a process alone."""
-    found = []
+def check_losses(place: Path, alone: dict[int, float]) -> None:
+    """All processes had the same losses, which are those of a process alone."""
     for (generation, step), losses in losses_of(place).items():
-        values = [float.fromhex(loss) for loss in losses]
-        expected = alone.get(step, values[0])
-        near = math.isfinite(expected) and math.isclose(values[0], expected, rel_tol=TOLERANCE)
-        if len(values) > 1 or not near:
-            where = f"{place.name}: step {step} of generation {generation}"
-            found.append(f"{where}: {values}, and {expected} alone")
-    return found
+        where = f"{place.name}: step {step} of generation {generation}"
+        assert len(losses) == 1, f"{where}: processes differ, {losses}"
+        loss = float.fromhex(*losses)
+        assert math.isfinite(loss), where
+        assert math.isclose(loss, alone.get(step, loss), rel_tol=TOLERANCE), where
 
 
 def aborted(worker: launch.Worker) -> bool:
@@ -279,7 +276,7 @@ def test_no_loss_hangs_or_gives_a_wrong_number(place: Path, dose: int) -> None:
         name = f"after-{lost}"
         with job(name, PROCESSES, 10**9) as running:
             lost += lose(running, rng, dose - lost)
-        assert wrong_losses(place / name, alone) == []
+        check_losses(place / name, alone)
 
 
 ALL = {0: 10, 1: 11, 2: 12}
