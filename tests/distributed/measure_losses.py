@@ -92,7 +92,7 @@ class Measurement:
             for file, losses in said.items():
                 self.replayed += len(losses)
                 for (step, found), loss in zip(known[file], losses, strict=False):
-                    if found != {loss}:
+                    if len(found) == 1 and found != {loss}:
                         yield f"{file}: step {step}: {found}, and {loss} again"
 
     def all_died_and_came_back(self) -> None:
