@@ -156,9 +156,17 @@ def _save(file: Path, mesh: Mesh, kept: ep.distributed.State) -> None:
         np.savez(file, number=number, devices=mesh.size, **state)
 
 
+def _saved(file: str) -> tuple[int, Arrays]:
+    with np.load(file) as saved:
+        return int(saved["number"]), {name: saved[name] for name in SHAPES}
+
+
 def replay(say: Callable[..., None], hear: Callable[[], Any]) -> None:
-    """Makes the first steps of generations again, in a job that has their number of devices: of
-    each file in TEST_AGAIN, [file, steps] in JSON. Says their losses by file."""
+    """Makes the first steps of generations again, in a job that has their number of devices.
+
+    TEST_AGAIN has [file, steps, next file] of each in JSON. Says losses by file, and by next file
+    whether it has the state of its step.
+    """
     session = ep.connect("node", on_loss="continue", timeout_s=60)
     for generation in ep.distributed.generations():
         with generation:
@@ -166,15 +174,21 @@ def replay(say: Callable[..., None], hear: Callable[[], Any]) -> None:
                 generation.devices, {"ep": None}, num_experts=EXPERTS, batch=ROWS
             ).mesh
             step, split = build(session, mesh, 0), layout(mesh, PartitionSpec("ep"))
+            gathered = jax.jit(lambda x: x, out_shardings=layout(mesh, PartitionSpec()))
             found: dict[str, list[str]] = {}
-            for file, steps in json.loads(os.environ["TEST_AGAIN"]):
-                with np.load(file) as saved:
-                    first, state = int(saved["number"]), put({x: saved[x] for x in split}, split)
-                found[file] = []
-                for number in range(first, first + steps):
-                    loss, state = generation.step(step, state, number)
-                    found[file].append(float(loss).hex())
-            say(losses=found)
+            same: dict[str, bool] = {}
+            for file, steps, following in json.loads(os.environ["TEST_AGAIN"]):
+                first, state = _saved(file)
+                state, found[file] = put(state, split), []
+                after, wanted = _saved(following) if following else (-1, {})
+                for number in range(first, first + steps + 1):
+                    if number == after:
+                        whole = generation.step(gathered, state)
+                        same[following] = all(np.array_equal(whole[x], wanted[x]) for x in wanted)
+                    if number < first + steps:
+                        loss, state = generation.step(step, state, number)
+                        found[file].append(float(loss).hex())
+            say(losses=found, same=same)
 
 
 def run(say: Callable[..., None], hear: Callable[[], Any]) -> None:

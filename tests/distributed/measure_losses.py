@@ -5,7 +5,8 @@ with a GPU each.
 
 Prints seconds with a warm cache of programs, and the machine's load. After a loss, all processes
 must have the same losses. Those of the first steps of every generation must be bit for bit those of
-a new job with as many devices, from the same state.
+a new job with as many devices, from the same state; so must be the state that the next generation
+restored, if it is of these steps.
 
 --random N kills one process or two together, N times, at random moments; they come back before the
 next time. --quiet-minutes M kills none of 8 processes that compile and collect garbage every few
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import json
 import os
 import random
@@ -55,7 +57,7 @@ class Measurement:
         self.jobs = 0
         self.taken_s: dict[str, list[float]] = collections.defaultdict(list)
         self.done: list[Path] = []  # folders with losses that are to be checked
-        self.steps = self.replayed = 0  # whose losses were compared
+        self.steps = self.replayed = self.states = 0  # that were compared
         self.hangs = self.false = 0  # processes that did not go on, and that nobody had killed
 
     @property
@@ -73,27 +75,32 @@ class Measurement:
         script = _REPLAY if "TEST_AGAIN" in more else _TRAIN
         return start(self.place, processes, self.devices, name, script, self.life_s, **more)
 
-    def wrong_losses(self) -> Iterator[str]:
-        """Names steps whose losses differ among processes, or in a new job of the survivors."""
-        known: dict[str, list[tuple[int, set[str]]]] = {}
-        again: dict[int, list[tuple[str, int]]] = collections.defaultdict(list)
+    def wrong_steps(self) -> Iterator[str]:
+        """Names steps whose losses or states differ among processes, or from those of new jobs."""
+        known: dict[str, list[tuple[int, set[str]]]] = collections.defaultdict(list)
+        again: dict[int, list[tuple[str, int, str]]] = collections.defaultdict(list)
         for folder in self.done:
             for (generation, step), losses in sorted(losses_of(folder).items()):
-                known.setdefault(f"{folder}/{generation}.npz", []).append((step, losses))
-        for file, steps in known.items():
-            self.steps += len(steps)
-            yield from (f"{file}: step {at}: {found}" for at, found in steps if len(found) > 1)
-            with np.load(file) as saved:
-                again[int(saved["devices"])].append((file, min(len(steps), REPLAYED)))
-        for devices, files in again.items():
+                known[str(folder / f"{generation}.npz")].append((step, losses))
+            files = sorted(folder.glob("*.npz"), key=lambda file: int(file.stem))
+            for file, following in itertools.zip_longest(map(str, files), map(str, files[1:])):
+                steps = known[file]
+                self.steps += len(steps)
+                yield from (f"{file}: step {at}: {found}" for at, found in steps if len(found) > 1)
+                with np.load(file) as saved:
+                    devices = int(saved["devices"])
+                again[devices].append((file, min(len(steps), REPLAYED), following or ""))
+        for devices, replays in again.items():
             processes = devices // max(self.devices, 1)
-            with self.job(processes=processes, TEST_AGAIN=json.dumps(files)) as job:
-                said = job.heard(self.life_s)[0]["losses"]
-            for file, losses in said.items():
+            with self.job(processes=processes, TEST_AGAIN=json.dumps(replays)) as job:
+                said = job.heard(self.life_s)[0]
+            for file, losses in said["losses"].items():
                 self.replayed += len(losses)
                 for (step, found), loss in zip(known[file], losses, strict=False):
                     if len(found) == 1 and found != {loss}:
                         yield f"{file}: step {step}: {found}, and {loss} again"
+            self.states += len(said["same"])
+            yield from (f"{file}: another state" for file, same in said["same"].items() if not same)
 
     def all_died_and_came_back(self) -> None:
         """Processes 2 and 0 are killed, and come back, one after the other."""
@@ -217,9 +224,9 @@ class Measurement:
         for what, taken in self.taken_s.items():
             figures = f"{min(taken):.1f} | {statistics.median(taken):.1f} | {max(taken):.1f}"
             _say(f"| {what} | {len(taken)} | {figures} |")
-        wrong = [*self.wrong_losses()]
-        compared = f"{self.replayed} of {self.steps} replayed"
-        _say("\n".join(["", *wrong, f"wrong losses: {len(wrong)} of steps, {compared}"]))
+        wrong = [*self.wrong_steps()]
+        compared = f"{self.replayed} of {self.steps} steps replayed, {self.states} states compared"
+        _say("\n".join(["", *wrong, f"wrong losses or states: {len(wrong)}; {compared}"]))
         _say(f"hangs: {self.hangs}, processes lost unharmed: {self.false}")
         return int(self.hangs + len(wrong) + self.false > 0)
 
