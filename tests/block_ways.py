@@ -102,7 +102,7 @@ class Ways:
         def unsupported(asked: bodies.Asked) -> str:
             found = {
                 "tokens": asked.tokens == 0,
-                "recipe": not bodies.takes_recipes(asked.recipes),
+                "recipe": not bodies.supports_recipes(asked.recipes),
                 "to_input": asked.to_input,
             }
             return next((name for name, is_so in found.items() if is_so), "")

@@ -132,9 +132,9 @@ def test_the_same_axes_over_other_devices_are_another_group(
     session: ep.Session, devices: list[Any], mesh: Any
 ) -> None:
     session.create_group("g", mesh, **_ARGUMENTS)
-    turned = Mesh(np.array(devices[::-1]).reshape(2, 4), ("dp", "ep"))
+    reversed_mesh = Mesh(np.array(devices[::-1]).reshape(2, 4), ("dp", "ep"))
     with pytest.raises(ep.SpecMismatchError, match=r"mesh\.devices=\[0, 1, 2"):
-        session.create_group("g", turned, **_ARGUMENTS)
+        session.create_group("g", reversed_mesh, **_ARGUMENTS)
 
 
 def test_replace_takes_the_old_groups_place(session: ep.Session, mesh: Any) -> None:

@@ -171,8 +171,8 @@ def test_microbatches_add_up_to_the_batch(
     group: fakes.LocalGroup, layers: list[Any], ways: Ways, schedule: microbatches.Schedule
 ) -> None:
     params = [ep.init_moe_params(jax.random.key(i), x, INNER) for i, x in enumerate(layers)]
-    lies = NamedSharding(group.mesh, PartitionSpec(None, "ep"))
-    batches = jax.device_put(draw(COUNT, TOKENS), lies)
+    sharding = NamedSharding(group.mesh, PartitionSpec(None, "ep"))
+    batches = jax.device_put(draw(COUNT, TOKENS), sharding)
     ways.by_ops()
     want = jax.jit(functools.partial(microbatches.at_once, layers))(params, batches)
     ways.emulated()
@@ -269,8 +269,8 @@ def test_an_exported_program_has_both_passes(layers: list[Any], ways: Ways) -> N
         y, pull = jax.vjp(lambda x, params: ep.moe(layers[0], x, params)[0], x, params)
         return y, pull(jnp.cos(y))
 
-    lies = NamedSharding(layers[0].mesh, PartitionSpec("ep"))
-    x = jax.device_put(draw(TOKENS), lies)
+    sharding = NamedSharding(layers[0].mesh, PartitionSpec("ep"))
+    x = jax.device_put(draw(TOKENS), sharding)
     params = jax.device_put(params, NamedSharding(layers[0].mesh, PartitionSpec()))
     made = jax.export.export(run, disabled_checks=ep.export_checks())(x, params)
     loaded = jax.export.deserialize(made.serialize())
@@ -320,8 +320,8 @@ def test_plans_are_made_again_where_they_outgrow_tokens(
 def plain(group: fakes.LocalGroup, layers: list[Any]) -> tuple[Any, Any, Any]:
     """(layers, operands, what the batch at once gives)."""
     params = [ep.init_moe_params(jax.random.key(i), each, INNER) for i, each in enumerate(layers)]
-    lies = NamedSharding(group.mesh, PartitionSpec(None, "ep"))
-    batches = jax.device_put(draw(COUNT, TOKENS), lies)
+    sharding = NamedSharding(group.mesh, PartitionSpec(None, "ep"))
+    batches = jax.device_put(draw(COUNT, TOKENS), sharding)
     want = jax.jit(functools.partial(microbatches.at_once, layers))(params, batches)
     return layers, (params, batches), jax.device_get(want)
 

@@ -225,10 +225,10 @@ def test_every_rank_has_the_plan_of_what_is_kept(
 
 def opened(make_group: MakeGroup, name: str, **settings: Any) -> Any:
     """(group, layer, x, parameters) of a layout, with slots for copies unless `settings` say."""
-    lies = LAYOUTS[name]
-    group = open_group(make_group, lies, **({"spare_experts": SPARE} | settings))
+    layout = LAYOUTS[name]
+    group = open_group(make_group, layout, **({"spare_experts": SPARE} | settings))
     layer = group.register_layer("moe", top_k=TOP_K)
-    return group, layer, *place(group, lies, make_params(layer, settings.get("hidden_size", 8)))
+    return group, layer, *place(group, layout, make_params(layer, settings.get("hidden_size", 8)))
 
 
 def test_values_gradients_and_statistics_are_those_without_copies(make_group: MakeGroup) -> None:
@@ -278,11 +278,11 @@ def test_values_gradients_and_statistics_are_those_without_copies(make_group: Ma
 def test_weights_in_any_layout(make_group: MakeGroup, name: str, way: str) -> None:
     partitioning = "auto" if way == "manual" else way
     group, layer, x, params = opened(make_group, name, partitioning=partitioning)
-    lies = LAYOUTS[name]
-    known = None if way == "rule" else lies.specs
+    layout = LAYOUTS[name]
+    known = None if way == "rule" else layout.specs
     block = functools.partial(moe, layer, aux_loss_coeff=0.1, params_spec=known, **SKEWED)
     if way == "manual":
-        specs = {"in_specs": (lies.tokens, lies.specs), "out_specs": (lies.tokens, jax.P())}
+        specs = {"in_specs": (layout.tokens, layout.specs), "out_specs": (layout.tokens, jax.P())}
         block = jax.shard_map(block, mesh=group.mesh, **specs)
     program = jax.jit(graded(block)).lower(x, params).compile()
     assert worst_error(program(x, params), DENSE.graded(x, params)) < 2e-5

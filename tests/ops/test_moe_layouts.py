@@ -162,8 +162,8 @@ def test_tensor_parallelism_on_one_weight_alone(make_group: fakes.MakeGroup) -> 
         (layout.wi, Spec("ep")),
         (Spec("ep", "tp"), Spec("ep")),
     ):
-        lies = dataclasses.replace(layout, wi=wi, wo=wo)
-        x, params = place(group, lies, make_params(group.register_layer("first", top_k=TOP_K)))
+        sharding = dataclasses.replace(layout, wi=wi, wo=wo)
+        x, params = place(group, sharding, make_params(group.register_layer("first", top_k=TOP_K)))
         got = compiled(group, x, params)(x, params)
         assert worst_error(got, Dense(TOP_K).graded(x, params)) < 2e-5
 

@@ -258,7 +258,7 @@ def _scaling_of(recipe: checks.Recipes) -> workspace.Scaling | None:
     from ep_runtime_client.moe.bodies.cuda import scaling_of
 
     recipes = checks.quantizing(recipe)
-    return scaling_of(recipes[0]) if bodies.takes_recipes(recipes) else None
+    return scaling_of(recipes[0]) if bodies.supports_recipes(recipes) else None
 
 
 def report(spec: specs.GroupSpec, device: Any, devices_per_host: int) -> None:

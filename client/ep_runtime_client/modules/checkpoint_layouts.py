@@ -192,18 +192,18 @@ class Stacked:
 
     def read(self, layer: Layer, experts: int) -> Arrays:
         down = layer.array(self.down, None, None, None)
-        wo = self._turned(down)
+        wo = self._transposed(down)
         experts, inner, hidden = wo.shape
         sizes = (2 * inner, hidden) if self.transposed else (hidden, 2 * inner)
         # LongCat's array in memory also has rows for the experts that do nothing.
-        gate_up = self._turned(layer.array(self.gate_up, None, *sizes, like=down)[:experts])
+        gate_up = self._transposed(layer.array(self.gate_up, None, *sizes, like=down)[:experts])
         return {"wi": gate_up.reshape(experts, hidden, 2, inner), "wo": wo}
 
     def write(self, parts: Mapping[str, Array]) -> Arrays:
         gate_up = np.concatenate([parts["wi_0"], parts["wi_1"]], axis=-1)
-        return {self.gate_up: self._turned(gate_up), self.down: self._turned(parts["wo"])}
+        return {self.gate_up: self._transposed(gate_up), self.down: self._transposed(parts["wo"])}
 
-    def _turned(self, array: Array) -> Array:
+    def _transposed(self, array: Array) -> Array:
         return array.swapaxes(1, 2) if self.transposed else array
 
 

@@ -87,12 +87,12 @@ class BlockOp(LayerOp):
         self, roles: Roles, arrived: Sequence[Entries], shapes: Sequence[tuple[int, ...]]
     ) -> Placed:
         """Chooses the layout of the weights, given their sharding on arrival."""
-        lies, given = self._by_name(arrived), self._by_name(shapes)
+        sharding, given = self._by_name(arrived), self._by_name(shapes)
         ruled = self.where.mode == "rule"
         shape, wo_shape = self.wi.of_values(given.wi[0], 2), given.wo[0]
-        wi_lies = self.wi.of_values(lies.wi[0], ())
-        wi = expert_weight(roles, wi_lies, shape, blocks=self.wi.blocks, ruled=ruled)
-        wo = expert_weight(roles, lies.wo[0], wo_shape, blocks=self.wo.blocks, ruled=ruled)
+        wi_sharding = self.wi.of_values(sharding.wi[0], ())
+        wi = expert_weight(roles, wi_sharding, shape, blocks=self.wi.blocks, ruled=ruled)
+        wo = expert_weight(roles, sharding.wo[0], wo_shape, blocks=self.wo.blocks, ruled=ruled)
         inner = self._inner(roles, wi, wo, wo_shape[1])
         dropped = dict.fromkeys(a for a in wi.kept[1] + wo.kept[2] if a not in inner)
         if dropped:
@@ -101,8 +101,8 @@ class BlockOp(LayerOp):
                 "are not: they are gathered over it"
             )
         wi, wo, parts = _on(wi, len(shape) - 1, inner), _on(wo, 1, inner), roles.real(inner)
-        wi_bias = lies.wi_bias and expert_bias(roles, wi, lies.wi_bias, shape)  # or None
-        wo_bias = lies.wo_bias and expert_bias(roles, wo, lies.wo_bias, wo_shape)
+        wi_bias = sharding.wi_bias and expert_bias(roles, wi, sharding.wi_bias, shape)  # or None
+        wo_bias = sharding.wo_bias and expert_bias(roles, wo, sharding.wo_bias, wo_shape)
         over = Over(roles.real(roles.outer), parts)
         biases = (None if bias is None else bias.entries for bias in (wi_bias, wo_bias))
         operands = self.entries(roles, wi.entries, wo.entries, *biases)
@@ -359,7 +359,9 @@ class BlockBackward(BlockOp):
             return d_tokens, d_weights, *biases, *values, *kernels
 
         given, tokens = place.operands, call.moved.layout.entries()
-        kernels = [of_each(wi_place.lies, call.paired)] * (1 + call.paired) + [wo_place.lies]
+        kernels = [of_each(wi_place.sharding, call.paired)] * (1 + call.paired) + [
+            wo_place.sharding
+        ]
         results = (tokens, tokens, *self._by_name(given).others, *self._wanted(kernels))
         return Resolved((*given, *self.saved_entries(roles, place), tokens), results, local)
 

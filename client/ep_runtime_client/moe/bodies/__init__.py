@@ -118,7 +118,7 @@ def unsupported(asked: Asked) -> str:
         "tokens": asked.tokens == 0,
         "dtype": dtype not in _TYPES,
         "mxfp8": any(isinstance(each, MXFP8) for each in asked.recipes),
-        "recipe": not takes_recipes(asked.recipes),
+        "recipe": not supports_recipes(asked.recipes),
         "quantized": recipe is not None and dtype != jnp.bfloat16,
         "precision": dtype == jnp.float32 and not kernels_32.allowed(),
         "to_input": asked.to_input,
@@ -129,7 +129,7 @@ def unsupported(asked: Asked) -> str:
     return next((name for name, is_so in found.items() if is_so), "")
 
 
-def takes_recipes(recipes: tuple[Recipe | None, Recipe | None]) -> bool:
+def supports_recipes(recipes: tuple[Recipe | None, Recipe | None]) -> bool:
     """Whether the block kernels support these recipes."""
     first, second = recipes
     if first is not None and first.delayed:

@@ -172,7 +172,7 @@ class QuantizeW(_DenseOp):
             q = quantize_plain.quantize_kernel(self.recipe, w[None], over)
             return raw_leaves(jax.tree.map(lambda x: x if x.ndim == 1 else x[0], q))
 
-        return Resolved((weight.lies,), tuple(leaf_entries(self.packing, entries)), local)
+        return Resolved((weight.sharding,), tuple(leaf_entries(self.packing, entries)), local)
 
     def factors(self) -> tuple[list[str], list[str]]:
         return ["k n"], _leaf_factors(self.packing, ["k", "n"])
@@ -302,7 +302,7 @@ class DenseBackward(_Matmul):
 
         out = (*place.lead, place.columns)
         bias = [(place.columns,)] if self.has_bias else []
-        results = (place.x, place.kernel.lies, *bias)
+        results = (place.x, place.kernel.sharding, *bias)
         return Resolved((*self.taken(place), out), results, local)
 
     def factors(self) -> tuple[list[str], list[str]]:

@@ -252,8 +252,8 @@ def _run(
     quantized: list[Any] = []
     for x, entries in ((lhs, call.lhs), (rhs, call.rhs)):
         origin = origin_of(x)
-        lies = of_each(entries, isinstance(origin, Pair))
-        primals.append(regions.settle(call.where, origin, lies))
+        sharding = of_each(entries, isinstance(origin, Pair))
+        primals.append(regions.settle(call.where, origin, sharding))
         quantized.append(settled(call.where, x, entries))
     bias = regions.settle(call.where, bias, call.bias)
     group_sizes = regions.settle(call.where, group_sizes, call.lhs[:1])

@@ -192,10 +192,10 @@ class GemmBackward(_GemmOp):
             d_weights = [each.astype(self.weight_dtype) for each in d_weights]
             return d_lhs.astype(self.gemm.out_dtype), *d_weights, *d_bias
 
-        lies = [of_each(weight.lies, self.paired)] * (1 + int(self.paired))
-        operands = (*self.taken(place), place.out, *(lies if self.has_rhs else []))
+        sharding = [of_each(weight.sharding, self.paired)] * (1 + int(self.paired))
+        operands = (*self.taken(place), place.out, *(sharding if self.has_rhs else []))
         bias = (place.bias.entries,) if self.has_bias else ()
-        return Resolved(operands, (place.lhs, *lies, *bias), local)
+        return Resolved(operands, (place.lhs, *sharding, *bias), local)
 
     def factors(self) -> tuple[list[str], list[str]]:
         kernel = kernel_factors(self.rhs.ndim)

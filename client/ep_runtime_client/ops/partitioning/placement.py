@@ -40,7 +40,7 @@ class Weight:
     before: Entries = ()
 
     @property
-    def lies(self) -> Entries:
+    def sharding(self) -> Entries:
         """The axes on each dim of the weight itself, and of its gradient."""
         return _joined(self.entries, self.before)
 

@@ -145,7 +145,7 @@ class QuantizeKernel:
             given, shape = of_both(given, ()), of_both(shape, 2)
         weight = expert_weight(roles, given, shape, blocks=self.packing.blocks)
         over, count = weight.amax_axes(), 1 + int(self.paired)
-        before, lies = (of_each(x, self.paired) for x in (weight.before, weight.lies))
+        before, sharding = (of_each(x, self.paired) for x in (weight.before, weight.sharding))
 
         def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
             arrays = [gather(block, before) for block in blocks[:count]]
@@ -156,7 +156,7 @@ class QuantizeKernel:
             return raw_leaves(q)
 
         scales = [weight.entries[:1]] if self.scaled else []
-        operands = (*[lies] * count, *scales)
+        operands = (*[sharding] * count, *scales)
         return Resolved(operands, tuple(self.packing.spread(weight.entries)), local)
 
     def factors(self) -> tuple[list[str], list[str]]:
