@@ -106,7 +106,7 @@ def run_one(args: argparse.Namespace, recipe: str, seed: int) -> None:
             **shape,
         )
         layers = [group.register_layer(each, top_k=config.top_k) for each in names]
-        made = None if recipe == "bf16" else transformer.MAKE_RECIPE[recipe]()
+        made = None if recipe == "bf16" else transformer.RECIPES[recipe]
         how = {"recipe": made, "compute_dtype": "bfloat16", "params_spec": rules}
     optimizer = trainer.make_optimizer(config.steps)
 
@@ -134,8 +134,9 @@ def run_one(args: argparse.Namespace, recipe: str, seed: int) -> None:
     advance = lowered.compile()
     judge = jax.jit(lambda params, window: loss_fn(params, window)[1][0]).lower(state[0], window)
     judge = judge.compile()
+    size = config.num_parameters(config.num_experts)
     _say(
-        f"{name}: {config.num_parameters:,} parameters, {config.tokens_per_step:,} of "
+        f"{name}: {size:,} parameters, {config.tokens_per_step:,} of "
         f"{len(training):,} bytes a step, experts by {bodies or 'plain JAX'}; compiled"
     )
     losses: list[float] = []
@@ -168,7 +169,7 @@ def run_one(args: argparse.Namespace, recipe: str, seed: int) -> None:
         "jax": jax.__version__,
         "python": sys.version.split()[0],
         "text_bytes": [len(training), len(held_out)],
-        "num_parameters": config.num_parameters,
+        "num_parameters": size,
         "tokens_per_step": config.tokens_per_step,
     }
     args.out.mkdir(parents=True, exist_ok=True)

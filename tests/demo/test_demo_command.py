@@ -81,49 +81,58 @@ def test_a_demo_that_cannot_start_says_why(options: str, code: int, text: str) -
     assert text in done.stderr
 
 
-def interrupted(line_start: str, signals: int) -> tuple[int, str, str]:
-    """Exit code and output of a long demo that gets SIGINTs once a line starts so."""
-    # In a group of its own, and the signal to all of it, as a terminal does.
-    with subprocess.Popen(
-        command(*SMALL, "--steps", 100000),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        seen = ""
-        while not seen.rpartition("\n")[2].startswith(line_start):
-            seen += "\n" + process.stdout.readline().rstrip("\n")
-        os.killpg(process.pid, signal.SIGINT)
-        if signals == 2:
-            while "stopping" not in process.stderr.readline():
-                pass
-            os.killpg(process.pid, signal.SIGINT)
-        output, errors = process.communicate(timeout=TIMEOUT_S)
-    return process.returncode, seen + "\n" + output, errors
+Endless = Callable[..., tuple[subprocess.Popen[str], str]]
+
+
+@pytest.fixture
+def endless(directory: Path) -> Iterator[Endless]:
+    """endless(start, *words): a demo, and what it said up to a line that starts so."""
+    with contextlib.ExitStack() as running:
+
+        def run(start: str, *words: str) -> tuple[subprocess.Popen[str], str]:
+            how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            how["env"] = {**os.environ, "RUNTIME_DIRECTORY": str(directory)}
+            whole = command(*SMALL, "--steps", 100000, *words)
+            # In a group of its own: a terminal signals all of it.
+            process = subprocess.Popen(whole, text=True, start_new_session=True, **how)
+            running.enter_context(process)
+            running.callback(process.kill)
+            assert process.stdout is not None
+            seen = ""
+            for line in process.stdout:
+                seen += line
+                if line.startswith(start):
+                    break
+            return process, seen
+
+        yield run
 
 
 @pytest.mark.parametrize(
     ("line_start", "signals"), [("step 1/", 1), ("compiling", 2)], ids=["once", "twice"]
 )
 def test_ctrl_c_ends_with_what_was_trained_and_leaves_no_daemon(
-    line_start: str, signals: int
+    endless: Endless, line_start: str, signals: int
 ) -> None:
-    code, output, errors = interrupted(line_start, signals)
-    assert code == 130, errors
+    demo, seen = endless(line_start)
+    os.killpg(demo.pid, signal.SIGINT)
+    if signals == 2:
+        assert demo.stderr is not None
+        while "stopping" not in demo.stderr.readline():
+            pass
+        os.killpg(demo.pid, signal.SIGINT)
+    output, errors = demo.communicate(timeout=TIMEOUT_S)
+    assert demo.returncode == 130, errors
     assert ("stopped after" in output) == (signals == 1)
     assert "Traceback" not in errors
-    assert not runtime_directory(output).exists()
+    assert not runtime_directory(seen).exists()
 
 
-WORDS = [*SMALL, "--processes", "2", "--steps"]
-Endless = Callable[[str], subprocess.Popen[str]]
+TWO = ["--processes", "2"]
 
 
 def test_two_processes_train_together_and_one_reports(directory: Path) -> None:
-    done = run_to_end(*command(*WORDS, 3), RUNTIME_DIRECTORY=str(directory))
+    done = run_to_end(*command(*SMALL, *TWO, "--steps", 3), RUNTIME_DIRECTORY=str(directory))
     assert done.stdout.count("step 3/3  loss ") == 1
     assert "/node, transport memfd" in done.stdout
     assert "Gloo" not in done.stdout
@@ -131,7 +140,9 @@ def test_two_processes_train_together_and_one_reports(directory: Path) -> None:
 
 
 def test_the_others_train_on_after_the_last_process_has_died(directory: Path) -> None:
-    done = run_to_end(*command(*WORDS, 8, "--survive"), RUNTIME_DIRECTORY=str(directory))
+    done = run_to_end(
+        *command(*SMALL, *TWO, "--steps", 8, "--survive"), RUNTIME_DIRECTORY=str(directory)
+    )
     before, _, after = done.stdout.partition("process 1 (pid ")
     assert before.splitlines()[-1].startswith("step 5/8  loss ")
     victim = after.split(")")[0]
@@ -145,40 +156,16 @@ def test_the_others_train_on_after_the_last_process_has_died(directory: Path) ->
     assert after.splitlines()[-1].startswith("8 steps in ")
 
 
-@pytest.fixture
-def endless(directory: Path) -> Iterator[Endless]:
-    """endless(start): a demo of two processes that has said a line which starts so."""
-    with contextlib.ExitStack() as running:
-
-        def run(start: str) -> subprocess.Popen[str]:
-            how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            words = command(*WORDS, 100000)
-            variables = {**os.environ, "RUNTIME_DIRECTORY": str(directory)}
-            process = running.enter_context(
-                subprocess.Popen(words, text=True, start_new_session=True, env=variables, **how)
-            )
-            running.callback(process.kill)
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith(start):
-                    break
-            return process
-
-        yield run
-
-
 def workers_of(process: subprocess.Popen[str]) -> list[int]:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [
-        int(pid) for pid in children if "demo.processes" in Path(f"/proc/{pid}/cmdline").read_text()
-    ]
+    return [int(pid) for pid in children if "demo.cli" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def test_ctrl_c_ends_every_process(endless: Endless) -> None:
-    demo = endless("step ")
+    demo, _ = endless("step ", *TWO)
     workers = workers_of(demo)
     assert len(workers) == 2
-    os.killpg(demo.pid, signal.SIGINT)  # to the whole group, as a terminal does
+    os.killpg(demo.pid, signal.SIGINT)
     output, errors = demo.communicate(timeout=TIMEOUT_S)
     assert demo.returncode == 130, output + errors
     assert errors == ""
@@ -187,7 +174,7 @@ def test_ctrl_c_ends_every_process(endless: Endless) -> None:
 
 
 def test_a_killed_process_ends_the_demo_with_its_code(endless: Endless) -> None:
-    demo = endless("step ")
+    demo, _ = endless("step ", *TWO)
     workers = workers_of(demo)
     os.kill(workers[1], signal.SIGKILL)
     output, errors = demo.communicate(timeout=TIMEOUT_S)
@@ -201,7 +188,7 @@ def test_a_killed_process_ends_the_demo_with_its_code(endless: Endless) -> None:
 
 
 def test_workers_end_with_a_killed_parent(endless: Endless) -> None:
-    demo = endless("runtime: ")
+    demo, _ = endless("runtime: ", *TWO)
     workers = workers_of(demo)
     assert len(workers) == 2
     demo.kill()

@@ -1,4 +1,7 @@
-"""Options of `ep-runtime demo`. Imports no JAX; only `run` does."""
+"""`ep-runtime demo`: options, and with `--processes P` the start of P processes of this module.
+
+Imports no JAX; only the job does.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,23 @@ import dataclasses
 import importlib
 import importlib.util
 import math
+import tempfile
+from pathlib import Path
+from typing import Any
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.cli.daemon.reading import count
 from ep_runtime_client.cli.machine import gpus
+from ep_runtime_client.daemons import addresses
 from ep_runtime_client.demo import config as defaults
-from ep_runtime_client.jobs.members import INTERRUPTED
+from ep_runtime_client.jobs.members import (
+    INTERRUPTED,
+    Member,
+    Members,
+    reserved_coordinator,
+    run_member,
+)
+from ep_runtime_client.sessions import connect
 
 _NUMBERS = {
     "batch": ("batch", "windows of text per step"),
@@ -62,13 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         value = getattr(default, field)
         said = f"{text}; default {value}"
         add(f"--{flag}", dest=field, type=count, default=value, metavar="N", help=said)
-    add(
-        "--seed",
-        type=int,
-        default=default.seed,
-        metavar="N",
-        help="seed of all random numbers; default 0",
-    )
+    text = "seed of all random numbers; default 0"
+    add("--seed", type=int, default=default.seed, metavar="N", help=text)
     text = "daemon to use: unix:///DIR, embedded, node or none; default $EP_RUNTIME_ADDRESS, else "
     text += "the node's daemon, else a private one, or with --processes one that they share"
     add("--address", help=text)
@@ -109,8 +118,39 @@ def run(args: argparse.Namespace) -> int:
     from ep_runtime_client.demo.reporter import Reporter
 
     Reporter(config).announce()  # before JAX's import, which takes seconds
-    module = "processes" if config.processes > 1 else "job"
     try:
-        return int(importlib.import_module(f"ep_runtime_client.demo.{module}").run(config))
+        return _run_processes(config) if config.processes > 1 else _run_job(config)
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _run_processes(config: defaults.DemoConfig) -> int:
+    """Runs the demo's processes; returns the exit code of the first one that failed, else 0."""
+    if config.address is None and connect.choose(None).kind == addresses.EMBEDDED:
+        config = dataclasses.replace(config, address=addresses.NODE)
+    with (
+        tempfile.TemporaryDirectory(prefix="ep-runtime-demo-") as directory,
+        reserved_coordinator() as coordinator,
+        Members(
+            "ep_runtime_client.demo.cli",
+            dataclasses.asdict(config),
+            processes=config.processes,
+            directory=Path(directory),
+            coordinator=coordinator,
+            may_die=config.processes - 1 if config.survive else None,
+        ) as started,
+    ):
+        return started.wait()
+
+
+def _run_job(config: defaults.DemoConfig, member: Member | None = None) -> int:
+    job: Any = importlib.import_module("ep_runtime_client.demo.job")
+    return int(job.run(config, member))
+
+
+def _work(order: dict[str, Any], member: Member) -> int:
+    return _run_job(defaults.DemoConfig(**order), member)
+
+
+if __name__ == "__main__":
+    run_member(_work, "ep-runtime demo")

@@ -81,21 +81,16 @@ class DemoConfig:
         ):
             if wrong:
                 _refuse(option, wanted, got)
-        if self.survive:
-            for wrong, option, wanted, got in (
-                (self.processes < 2, "processes", "at least 2", self.processes),
-                (
-                    self.steps < MIN_SURVIVE_STEPS,
-                    "steps",
-                    f"at least {MIN_SURVIVE_STEPS}",
-                    self.steps,
-                ),
-                (self.mesh is not None, "mesh", "left to fit_mesh", self.mesh),
-                (self.compare, "compare", "off", self.compare),
-                (self.address == "none", "address", "a daemon's, which keeps the state", "none"),
-            ):
-                if wrong:
-                    _refuse(option, f"{wanted} with --survive", got)
+        least = MIN_SURVIVE_STEPS
+        for wrong, option, wanted, got in (
+            (self.processes < 2, "processes", "at least 2", self.processes),
+            (self.steps < least, "steps", f"at least {least}", self.steps),
+            (self.mesh is not None, "mesh", "left to fit_mesh", self.mesh),
+            (self.compare, "compare", "off", self.compare),
+            (self.address == "none", "address", "a daemon's, which keeps the state", "none"),
+        ):
+            if self.survive and wrong:
+                _refuse(option, f"{wanted} with --survive", got)
         if _SERVES.get(self.transport, self.platform) != self.platform:
             served = [name for name in TRANSPORTS if _SERVES.get(name) in (None, self.platform)]
             _refuse("transport", f"one of {served} with --platform {self.platform}", self.transport)
@@ -103,12 +98,8 @@ class DemoConfig:
             _refuse("transport", "auto with --compare (the twin is the xla one)", "xla")
         return self
 
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters of the whole model."""
-        return self._parameters(self.num_experts)
-
-    def _parameters(self, experts: int) -> int:
+    def num_parameters(self, experts: int) -> int:
+        """Number of parameters of the model, with so many experts in a layer."""
         h = self.hidden_size
         layer = 4 * h * h + h * self.num_experts + 3 * experts * h * self.mlp_dim + 2 * h
         return self.num_layers * layer + 2 * VOCAB * h + h
@@ -116,7 +107,7 @@ class DemoConfig:
     @property
     def seconds_on_two_cores(self) -> float:
         """Estimated seconds of the training on two cores, compilation included."""
-        step_s = 6 * self._parameters(self.top_k) * self.tokens_per_step / _FLOPS
+        step_s = 6 * self.num_parameters(self.top_k) * self.tokens_per_step / _FLOPS
         return (1 + self.compare) * (_COMPILE_S + self.steps * step_s)
 
     @property

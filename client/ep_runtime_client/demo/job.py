@@ -112,11 +112,7 @@ class Death:
     def show_events(self, address: str) -> None:
         """Runs the operators' commands that show the death."""
         since = math.ceil(time.monotonic() - self._told()["at"]) + 1
-        kinds = [
-            word
-            for kind in ("session.dead", "group.broken", "group.formed")
-            for word in ("--type", kind)
-        ]
+        kinds = ["--type=session.dead", "--type=group.broken", "--type=group.formed"]
         for words in (["sessions", "--all"], ["events", *kinds, "--since", f"{since}s"]):
             self._reporter.say(f"$ ep-runtime {' '.join(words)}")
             cli.main([*words, "--address", address])
@@ -248,20 +244,16 @@ def train(
         report.seconds = time.perf_counter() - started
         reporter.step(report, results[0])
         for twin in results[1:]:
-            if not _agree(results[0].loss, twin.loss, config.loss_tolerance):
-                report.difference = results[0].loss, twin.loss
+            ours, twins, tolerance = results[0].loss, twin.loss, config.loss_tolerance
+            # Compare bits, not values: a NaN equals itself here, and -0.0 differs from 0.0.
+            same = ours.tobytes() == twins.tobytes()
+            if not (abs(ours - twins) <= tolerance * abs(twins) if tolerance else same):
+                report.difference = ours, twins
                 return report
         if config.loss_tolerance and len(report.losses) % STEPS_ALONE == 0:
             for other in trainers[1:]:
                 other.follow(trainers[0])
     return report
-
-
-def _agree(ours: np.float32, twins: np.float32, tolerance: float) -> bool:
-    # Compare bits, not values: a NaN equals itself here, and -0.0 differs from 0.0.
-    if tolerance == 0:
-        return ours.tobytes() == twins.tobytes()
-    return bool(abs(ours - twins) <= tolerance * abs(twins))
 
 
 def _batches(config: DemoConfig) -> Iterator[npt.NDArray[np.int32]]:

@@ -83,8 +83,9 @@ class Reporter:
         minutes = math.ceil(c.seconds_on_two_cores / 60)
         about = f", about {minutes} min on two cores" if c.platform == "cpu" else ""
         twice = " next to a twin on plain JAX collectives" if c.compare else ""
+        size = c.num_parameters(c.num_experts)
         self.say(
-            f"training a {c.num_parameters:,}-parameter mixture-of-experts language model on "
+            f"training a {size:,}-parameter mixture-of-experts language model on "
             f"{c.devices} {c.platform.upper()} devices{twice}: {c.steps} steps{about}"
         )
 

@@ -53,10 +53,8 @@ def make_mesh(config: DemoConfig) -> Mesh:
 
 def make_optimizer(steps: int) -> optax.GradientTransformation:
     """Makes AdamW with a warm-up and a cosine schedule; gradients are clipped by their norm."""
-    warmup = min(WARMUP_STEPS, max(1, steps // 5))
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, LEARNING_RATE, warmup, max(2, steps), LEARNING_RATE / 20
-    )
+    warmup, last = min(WARMUP_STEPS, max(1, steps // 5)), LEARNING_RATE / 20
+    schedule = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, warmup, max(2, steps), last)
     optimizer = optax.adamw(schedule, b2=0.95, weight_decay=WEIGHT_DECAY)
     return optax.chain(optax.clip_by_global_norm(1.0), optimizer)
 
@@ -92,7 +90,7 @@ class Trainer:
         self._loss_fn = functools.partial(
             transformer.loss_fn,
             layers=self._layers,
-            recipe=transformer.MAKE_RECIPE[config.recipe](),
+            recipe=transformer.RECIPES[config.recipe],
             params_spec=self._rules,
         )
         self._optimizer = make_optimizer(config.steps)
@@ -116,29 +114,25 @@ class Trainer:
         if restore is None:
             self.state = jax.jit(self._init, out_shardings=layout)(key)
         else:
-            done, self.state = restore(
-                jax.tree.map(
-                    lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on),
-                    abstract,
-                    layout,
-                )
-            )
+            wanted = jax.tree.map(lambda x, on: x.update(sharding=on), abstract, layout)
+            done, self.state = restore(wanted)
         everywhere = NamedSharding(self._mesh, PartitionSpec())
         step = jax.jit(self._train_step, donate_argnums=0, out_shardings=(layout, everywhere))
         size = (self._config.batch, self._config.seq + 1)
         window = jax.ShapeDtypeStruct(size, jnp.int32, sharding=self._rows)
         # XLA tunes the matmuls of each program separately, and TF32 variants sum differently.
         exact = self._config.compare and self._config.platform == "gpu"
-        options: dict[str, str | bool] | None
-        options = {"xla_gpu_deterministic_ops": True} if exact else None
         with jax.default_matmul_precision("highest" if exact else None):
-            self._step = step.lower(self.state, window).compile(compiler_options=options)
+            lowered = step.lower(self.state, window)
+            self._step = lowered.compile({"xla_gpu_deterministic_ops": True} if exact else None)
         return done
 
     def step(self, window: Array) -> StepResult:
         """Runs one optimizer step on `window`, [batch, seq + 1] int32, and waits for it."""
         started = time.perf_counter()
-        self.state, metrics = self._step(self.state, self._placed(window))
+        # Every process has the whole batch.
+        rows = jax.make_array_from_callback(window.shape, self._rows, lambda part: window[part])
+        self.state, metrics = self._step(self.state, rows)
         loss, dropped = jax.device_get(metrics)
         self.group.check()
         return StepResult(np.float32(loss), int(dropped), time.perf_counter() - started)
@@ -146,10 +140,6 @@ class Trainer:
     def follow(self, other: Trainer) -> None:
         """Continues from a copy of the parameters and the optimizer's state of `other`."""
         self.state = jax.tree.map(jnp.copy, other.state)
-
-    def _placed(self, window: Array) -> jax.Array:
-        """Shards a batch of tokens, `window`, over the mesh; every process has the whole batch."""
-        return jax.make_array_from_callback(window.shape, self._rows, lambda part: window[part])
 
     def _init(self, key: jax.Array) -> tuple[transformer.Params, Any]:
         params = transformer.init_params(key, self._config, self._layers)

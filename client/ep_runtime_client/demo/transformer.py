@@ -7,7 +7,7 @@ Letters: B batch, S sequence, H hidden, A attention heads, V bytes (256).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,15 +17,14 @@ import ep_runtime as ep
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base.layers import EpLayer
 from ep_runtime_client.demo.config import HEADS, VOCAB, DemoConfig
-from ep_runtime_client.ops.quantize.formats import recipes
 
 AUX_LOSS_COEFF = 0.01
-MAKE_RECIPE: dict[str, Callable[[], Any]] = {
-    "f32": lambda: None,
-    "bf16": recipes.BF16,
-    "fp8": recipes.TensorScaling,
-    "fp8-block": recipes.BlockScaling,
-    "mxfp8": recipes.MXFP8,
+RECIPES = {
+    "f32": None,
+    "bf16": ep.recipes.BF16(),
+    "fp8": ep.recipes.TensorScaling(),
+    "fp8-block": ep.recipes.BlockScaling(),
+    "mxfp8": ep.recipes.MXFP8(),
 }
 
 Params = dict[str, Any]
