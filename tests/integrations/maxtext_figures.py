@@ -16,7 +16,6 @@ did not, 130 after Ctrl-C, which still prints what is known.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import shutil
@@ -27,7 +26,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from integrations.maxtext_sources import patched_copy
 
@@ -44,18 +43,13 @@ FUSED = "--xla_gpu_experimental_use_ragged_dot_fusion=true"  # cuDNN 9.22; witho
 RING = {"use_ring_of_experts": True, "use_ragged_sort": True, "ragged_buffer_factor": 1.5}
 
 
-@dataclasses.dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """One way of MaxText through its experts; `flags` are XLA's."""
 
     name: str
     says: str
     settings: Mapping[str, Any]
     flags: str = ""
-
-    @property
-    def path(self) -> str:
-        return self.name.partition("-")[0]
 
 
 VARIANTS = (
@@ -65,19 +59,8 @@ VARIANTS = (
     Variant("ragged", "lax.ragged_dot", {}),
     Variant("ragged-fusion", "the same, fused by XLA", {}, FUSED),
     Variant("ragged-tokamax", "Tokamax's kernels", {"use_tokamax_gmm": True}),
-    Variant("ragged-megablox", "TPU kernels, interpreted", {"megablox": True}),
     Variant("ring", "lax.ragged_dot, drops past 1.5 shares", RING),
     Variant("ring-fusion", "the same, fused by XLA", RING, FUSED),
-    Variant(
-        "ring-tokamax",
-        "Tokamax's kernels, drops past 1.5 shares",
-        {**RING, "use_tokamax_gmm": True},
-    ),
-    Variant(
-        "ring-megablox",
-        "TPU kernels, interpreted",
-        {"use_ring_of_experts": True, "megablox": True},
-    ),
 )
 COLUMNS = (
     tables.Column("name", "PATH"),
@@ -111,8 +94,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--maxtext", type=Path, required=True, metavar="FILE", help="its wheel")
-    usual = [each for each in VARIANTS if "megablox" not in each.name]
-    add("--paths", type=chosen, default=usual, help=", ".join(each.name for each in VARIANTS))
+    add("--paths", type=chosen, default=VARIANTS, help=", ".join(each.name for each in VARIANTS))
     add("--steps", type=int, default=10, help="timed ones (%(default)s)")
     add("--devices", type=int, help="all GPUs that JAX sees; without GPUs, 8 CPU devices")
     sizes = {"layers": 8, "hidden": 2048, "inner": 1024, "experts": 64, "top-k": 8}
@@ -127,8 +109,7 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-@dataclasses.dataclass(frozen=True)
-class Machine:
+class Machine(NamedTuple):
     """Devices that every path runs on."""
 
     is_gpu: bool
@@ -142,10 +123,7 @@ class Machine:
             ValueError: more GPUs wanted than there are.
         """
         asks = "import jax; print(jax.default_backend(), jax.local_device_count())"
-        done = subprocess.run(
-            [sys.executable, "-c", asks], capture_output=True, text=True, check=True
-        )
-        backend, count = done.stdout.split()
+        backend, count = subprocess.check_output([sys.executable, "-c", asks], text=True).split()
         if backend != "gpu":
             return cls(False, wanted or 8)
         if wanted is not None and wanted > int(count):
