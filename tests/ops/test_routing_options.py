@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import softmax
 
 import ep_runtime as ep
 
@@ -27,13 +28,8 @@ def logits() -> Any:
     return 2 * np.random.default_rng(4).standard_normal((TOKENS, EXPERTS)).astype(np.float32)
 
 
-def softmax(x: Any) -> Any:
-    e = np.exp(x - x.max(-1, keepdims=True))
-    return e / e.sum(-1, keepdims=True)
-
-
 SCORES = {
-    "softmax": softmax,
+    "softmax": functools.partial(softmax, axis=-1),
     "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
     "sqrtsoftplus": lambda x: np.sqrt(np.log1p(np.exp(x))),
 }
@@ -244,11 +240,16 @@ def test_shares_too_small_to_divide_by_stay_finite() -> None:
             "top_k=4 over group_topk=1 routing groups asks for 4 experts of a group of 3",
         ),
         ({"normalize_weights": 1}, "normalize_weights must be None, True or False, got 1"),
+        ({"num_groups": 4}, "give both"),
+        ({"num_groups": 5, "group_topk": 1}, "does not divide the 12 experts"),
+        ({"expert_bias": np.zeros(3)}, r"expert_bias must be \[12\]"),
+        ({"top_k": 13}, "top_k must be 1 to 12"),
+        ({"top_k": 2.0}, "top_k must be an integer, got 2.0"),
     ],
 )
 def test_arguments_that_do_not_fit(logits: Any, arguments: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        routed(logits, TOP_K, **arguments)
+        routed(logits, **{"top_k": TOP_K, **arguments})
 
 
 def test_a_router_is_checked_when_it_is_made() -> None:
