@@ -33,10 +33,6 @@ class Public:
         return inspect.getdoc(self.value) or ""
 
     @property
-    def first_paragraph(self) -> str:
-        return self.doc.split("\n\n", 1)[0]
-
-    @property
     def definition(self) -> Any:
         """The value without its decorators, which has the source."""
         return inspect.unwrap(self.value) if callable(self.value) else self.value

@@ -8,13 +8,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from child_programs import run_python
-from daemon_fixtures import start_daemon
+from daemon_fixtures import start_daemon, wait_until
 from nccl_builds import FakeNccl, edge_library, fake_library
 from nccl_ranks import SPEC, WAIT_S, Rank
 
@@ -57,15 +57,8 @@ def made(ranks: Ranks) -> Iterator[list[beside.Beside]]:
         one.close()
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline, wake = time.monotonic() + WAIT_S, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, what
-        wake.wait(0.01)
-
-
 def joining(fake: FakeNccl) -> None:
-    until(lambda: fake.count("inits") == 2, "both join")
+    wait_until(lambda: fake.count("inits") == 2, "both join")
 
 
 def test_they_get_ready_with_one_channel_and_no_call(
@@ -76,7 +69,7 @@ def test_they_get_ready_with_one_channel_and_no_call(
     tried = ctypes.CDLL(str(edge_library())).TestTried
     so_far = tried()
     groups = [one.await_ready(WAIT_S) for one in made]
-    until(lambda: ranks[0][0].state() == ("2.28.9", "ready, 2 ranks"), "the listing says so")
+    wait_until(lambda: ranks[0][0].state() == ("2.28.9", "ready, 2 ranks"), "the listing says so")
     assert fake.count("max_ctas") == 1
     assert tried() == so_far  # nothing ran on a GPU
     assert summed(groups) == []
@@ -189,7 +182,7 @@ def test_a_failure_is_shown_and_logged_and_nothing_more(
     one = of(both[0], generation)
     with pytest.raises(EpRuntimeError, match="remote process exited"):
         one.await_ready(WAIT_S)
-    until(lambda: both[0].state()[1].startswith("none: rank 0: NCCL"), "the listing says so")
+    wait_until(lambda: both[0].state()[1].startswith("none: rank 0: NCCL"), "the listing says so")
     assert "goes on without NCCL communicators: NCCL: init" in caplog.text
     one.close()
 
@@ -201,7 +194,7 @@ def test_a_process_without_libnccl_says_so(ranks: Ranks, monkeypatch: pytest.Mon
     monkeypatch.setattr(nccl, "library", missing)
     both, generation = ranks
     one = of(both[0], generation)
-    until(lambda: both[0].state()[1].endswith("has no libnccl.so.2"), "the listing says so")
+    wait_until(lambda: both[0].state()[1].endswith("has no libnccl.so.2"), "the listing says so")
     one.close()
 
 
@@ -213,7 +206,7 @@ def test_a_failure_after_they_were_ready_is_shown(
     for one in made:
         one.await_ready(WAIT_S)
     fake.set("async_error", 6)
-    until(lambda: "remote process exited" in ranks[0][0].state()[1], "the listing says so")
+    wait_until(lambda: "remote process exited" in ranks[0][0].state()[1], "the listing says so")
 
 
 @pytest.fixture
@@ -275,7 +268,7 @@ def test_create_group_returns_before_they_are_ready_and_lists_them_later(
         group = create(session, mesh)
         held = group._held.native_group
         assert isinstance(held, beside.GroupBesideNccl)
-        until(lambda: fake.count("inits") > 0, "they join")
+        wait_until(lambda: fake.count("inits") > 0, "they join")
         group.check()
         fake.set("never_ready", 0)
         held.beside.await_ready(WAIT_S)
@@ -320,11 +313,11 @@ def test_a_daemon_that_was_started_again_hears_of_them(directory: Path, mesh: An
     daemon = start_daemon(directory)
     with ep.connect(f"unix://{directory}", job="tests", timeout_s=WAIT_S) as session:
         create(session, mesh)
-        until(lambda: _listed(directory) == "ready, 8 ranks", "the listing says so")
+        wait_until(lambda: _listed(directory) == "ready, 8 ranks", "the listing says so")
         os.kill(daemon.pid, signal.SIGKILL)
         assert daemon.stop() == -signal.SIGKILL
         daemon = start_daemon(directory)
-        until(lambda: _listed(directory) == "ready, 8 ranks", "the new one's listing says so")
+        wait_until(lambda: _listed(directory) == "ready, 8 ranks", "the new one's listing says so")
     assert daemon.stop() == 0
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import threading
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from daemon_fixtures import wait_until
 from native_group import FINGERPRINT, PLAN_NAMES, NativeGroup
 from round_trips import (
     HIDDEN,
@@ -38,15 +38,6 @@ def failure_of(run, *args):
     error = errors.parse(str(caught.value))
     assert error is not None, caught.value
     return error
-
-
-def wait_until(condition):
-    """Polls the board, which has no events for us, for at most SOON_S."""
-    deadline = time.monotonic() + SOON_S
-    event = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline
-        event.wait(0.01)
 
 
 def without_rank(group, missing, then=lambda out: out):
@@ -158,16 +149,12 @@ def test_poison_ends_calls_that_wait(reason, kind):
         run = without_rank(group, 3, lambda out: (out, jax.lax.psum(out, "ep")))
         out, total = run(idx, x)
         waiting = {0, 1, 2, 4, 5, 6, 7}
-        wait_until(
-            lambda: (
-                {
-                    r
-                    for r, seen in enumerate(board_records.read_ranks(group.board, group.layout))
-                    if seen.waiting_for == 3
-                }
-                == waiting
-            )
-        )
+
+        def who_waits():
+            ranks = enumerate(board_records.read_ranks(group.board, group.layout))
+            return {rank for rank, seen in ranks if seen.waiting_for == 3}
+
+        wait_until(lambda: who_waits() == waiting, "seven ranks wait for the eighth")
         record = board_records.read_ranks(group.board, group.layout)[0]
         assert record.state is board_abi.RankState.MEETING
         assert record.op is board_abi.OpCode.PREPARE
@@ -195,7 +182,8 @@ def test_closing_a_group_ends_calls_that_wait():
     group = open_group()
     idx, x = inputs(group)
     out = without_rank(group, 3)(idx, x)
-    wait_until(lambda: board_records.read_ranks(group.board, group.layout)[0].waiting_for == 3)
+    told = board_records.read_ranks
+    wait_until(lambda: told(group.board, group.layout)[0].waiting_for == 3, "rank 0 waits")
     started = time.monotonic()
     group.close()
     assert time.monotonic() - started < 2

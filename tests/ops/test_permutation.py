@@ -235,9 +235,6 @@ def test_under_remat_scan_and_donation(from_map: bool) -> None:
         tokens, _ = jax.lax.scan(jax.checkpoint(layer), tokens, length=3)
         return (tokens * given.cotangent).sum()
 
-    def stepped(tokens: Any, gradient: Any) -> Any:
-        return jax.grad(gradient)(tokens)
-
     wanted = jax.jit(jax.grad(unrolled))(given.tokens)
     got = jax.jit(jax.grad(scanned), donate_argnums=0)(jnp.array(given.tokens))
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
