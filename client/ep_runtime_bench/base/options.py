@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import importlib.util
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
@@ -166,6 +166,17 @@ class BenchOptions:
 
     def checked(self) -> BenchOptions:
         """Returns itself; raises InvalidArgumentError with the wanted and the given value."""
+        for argument, text in self._faults():
+            raise InvalidArgumentError(text, argument=argument)
+        if self.torch and importlib.util.find_spec("torch") is None:
+            raise RuntimeUnavailableError(
+                f"--transports {TORCH} needs PyTorch: install the extra torch, "
+                "pip install 'ep-runtime[torch]'"
+            )
+        return self
+
+    def _faults(self) -> Iterator[tuple[str, str]]:
+        """Yields an argument, and the error's text, for each value that does not fit."""
         choices: dict[str, tuple[Sequence[str], Sequence[str]]] = {
             "BENCH": (self.benches, BENCHES),
             "--transports": (self.transports, TRANSPORTS),
@@ -177,62 +188,35 @@ class BenchOptions:
                 found = found if isinstance(found, tuple) else (found,)
                 choices[flag(option)] = (found, known)
         for argument, (values, known) in choices.items():
-            unknown = [value for value in values if value not in known]
-            if unknown or not values:
-                raise InvalidArgumentError(
-                    f"{argument} must be of {known}, got {values}", argument=argument
-                )
+            if not values or not {*values} <= {*known}:
+                yield argument, f"{argument} must be of {known}, got {values}"
         if self.commit_every < 0 or (self.commit_every and self.benches != ("train",)):
-            raise InvalidArgumentError(
-                f"--commit-every must be at least 0 and is for train only, got "
-                f"{self.commit_every} with {','.join(self.benches)}",
-                argument="commit_every",
-            )
+            text = "--commit-every must be at least 0 and is for train only, got "
+            yield "commit_every", f"{text}{self.commit_every} with {','.join(self.benches)}"
         least_one = ("devices", "processes", "top_k", "num_experts", "repeats")
         for argument in (*least_one, "nodes", "gpus_per_node"):
             if getattr(self, argument) < 1:
-                raise InvalidArgumentError(
-                    f"{argument} must be at least 1, got {getattr(self, argument)}",
-                    argument=argument,
-                )
-        self._check_gpus()
-        self._check_cases()
-        self._check_plan()
-        self._check_peers()
-        self._check_processes()
-        if any(size < ROW_ITEM_BYTES or size % ROW_ITEM_BYTES for size in self.row_bytes):
-            raise InvalidArgumentError(
-                f"--row-bytes must be multiples of {ROW_ITEM_BYTES}, got {self.row_bytes}",
-                argument="row_bytes",
-            )
-        return self
-
-    def _check_processes(self) -> None:
+                yield argument, f"{argument} must be at least 1, got {getattr(self, argument)}"
+        if self.on_gpus:
+            yield from self._gpu_faults()
+        yield from self._case_faults()
+        if self.planned:
+            yield from self._plan_faults()
+        benches = ",".join(self.benches)
+        peers = ",".join([STOCK] * self.stock + [TORCH] * self.torch)
+        if peers and not {*self.benches} <= {*MODELLED}:
+            text = f"--transports {peers} is for {' and '.join(MODELLED)} only, got it with "
+            yield "transports", text + benches
         if self.devices % self.processes:
-            raise InvalidArgumentError(
-                f"--processes must divide --devices={self.devices}, got {self.processes}",
-                argument="processes",
-            )
+            text = f"--processes must divide --devices={self.devices}, got {self.processes}"
+            yield "processes", text
         alone = [name for name in self.benches if name not in ("dispatch", "combine")]
         if self.processes > 1 and alone:
-            raise InvalidArgumentError(
-                f"--processes is for dispatch and combine only, got it with {', '.join(alone)}",
-                argument="processes",
-            )
-
-    def _check_peers(self) -> None:
-        peers = [STOCK] * self.stock + [TORCH] * self.torch
-        if peers and not set(self.benches) <= {*MODELLED}:
-            raise InvalidArgumentError(
-                f"--transports {','.join(peers)} is for {' and '.join(MODELLED)} only, got it with "
-                f"{','.join(self.benches)}",
-                argument="transports",
-            )
-        if self.torch and importlib.util.find_spec("torch") is None:
-            raise RuntimeUnavailableError(
-                f"--transports {TORCH} needs PyTorch: install the extra torch, "
-                "pip install 'ep-runtime[torch]'"
-            )
+            text = f"--processes is for dispatch and combine only, got it with {', '.join(alone)}"
+            yield "processes", text
+        if any(size < ROW_ITEM_BYTES or size % ROW_ITEM_BYTES for size in self.row_bytes):
+            text = f"--row-bytes must be multiples of {ROW_ITEM_BYTES}, got {self.row_bytes}"
+            yield "row_bytes", text
 
     @functools.cached_property
     def model(self) -> dict[str, Any] | None:
@@ -252,68 +236,54 @@ class BenchOptions:
             found = {name: dataclasses.replace(case, **resized) for name, case in found.items()}
         return found
 
-    def _check_cases(self) -> None:
-        layered = set(self.benches) <= {*LAYERED}
+    def _case_faults(self) -> Iterator[tuple[str, str]]:
+        benches, layered = ",".join(self.benches), {*self.benches} <= {*LAYERED}
         if self.config and (not layered or self.cases != DEFAULT_CASES):
-            raise InvalidArgumentError(
+            yield (
+                "config",
                 f"--config is for {' and '.join(LAYERED)} only and takes the place of --cases, got "
-                f"it with {','.join(self.benches)} and --cases {','.join(self.cases)}",
-                argument="config",
+                f"it with {benches} and --cases {','.join(self.cases)}",
             )
-        layers = self.layers
-        odd = [name for name, case in layers.items() if case.num_experts % self.devices]
-        self._check_models()
+        known = MODELS if self.on_gpus else CPU_MODELS
+        for name in self.models if "train" in self.benches else ():
+            model = known[name]
+            ranks, rest = divmod(self.devices, 2 if model.beside else 1)
+            if rest or not ranks or model.num_experts % ranks:
+                yield (
+                    "devices",
+                    f"--devices must be {'2 x ' if model.beside else ''}a divisor of the "
+                    f"{model.num_experts} experts of {name}, got {self.devices}",
+                )
+        odd = self._undivided(self.devices)
         if "moe" in self.benches and odd:
-            raise InvalidArgumentError(
-                f"--devices must divide the experts of every case, got {self.devices} with "
-                f"{', '.join(f'{layers[name].num_experts} of {name}' for name in odd)}",
-                argument="devices",
-            )
+            text = f"--devices must divide the experts of every case, got {self.devices} with {odd}"
+            yield "devices", text
         if self.stock_layers != STOCK_LAYERS and self.benches != ("moe",):
-            raise InvalidArgumentError(
-                f"--transports {','.join(self.stock_layers)} is for moe only, got it with "
-                f"{','.join(self.benches)}",
-                argument="transports",
-            )
+            text = f"--transports {','.join(self.stock_layers)} is for moe only, got it with "
+            yield "transports", text + benches
         if not self.capacity or any(0 != factor < 1 for factor in self.capacity):
-            raise InvalidArgumentError(
-                f"--capacity must be 0 or factors of at least 1, got {self.capacity}",
-                argument="capacity",
-            )
+            yield "capacity", f"--capacity must be 0 or factors of at least 1, got {self.capacity}"
 
-    def _check_plan(self) -> None:
+    def _undivided(self, gpus: int) -> str:
+        """Returns the layers whose experts do not divide over so many GPUs, as text."""
+        odd = {name: case.num_experts for name, case in self.layers.items()}
+        return ", ".join(f"{many} of {name}" for name, many in odd.items() if many % gpus)
+
+    def _plan_faults(self) -> Iterator[tuple[str, str]]:
         """Checks the cluster of `plan`, whose GPUs are all one EP group."""
-        if not self.planned:
-            return
         if self.benches != ("plan",):
-            raise InvalidArgumentError(
-                f"plan measures nothing and runs alone, got {','.join(self.benches)}",
-                argument="BENCH",
-            )
+            yield "BENCH", f"plan measures nothing and runs alone, got {','.join(self.benches)}"
         if not 0 < self.network < math.inf:
-            raise InvalidArgumentError(
-                f"--network must be finite GB/s over 0, got {self.network}", argument="network"
-            )
+            yield "network", f"--network must be finite GB/s over 0, got {self.network}"
         if self.dtype not in FITTED_DTYPES:
-            raise InvalidArgumentError(
-                f"--dtype of plan must be of {FITTED_DTYPES}, got {self.dtype}", argument="dtype"
-            )
+            yield "dtype", f"--dtype of plan must be of {FITTED_DTYPES}, got {self.dtype}"
         known = PLANNED_RECIPES if self.dtype == "bfloat16" else PLANNED_RECIPES[:1]
         if not {*self.recipes} <= {*known}:
-            raise InvalidArgumentError(
-                f"--recipe of plan must be of {known} with --dtype {self.dtype}, got "
-                f"{','.join(self.recipes)}",
-                argument="recipe",
-            )
-        odd = {name: case.num_experts for name, case in self.layers.items()}
-        odd = {name: experts for name, experts in odd.items() if experts % self.planned_gpus}
-        if odd:
-            raise InvalidArgumentError(
-                f"--nodes times --gpus-per-node must divide the experts of every case, got "
-                f"{self.planned_gpus} with "
-                f"{', '.join(f'{experts} of {name}' for name, experts in odd.items())}",
-                argument="nodes",
-            )
+            text = f"--recipe of plan must be of {known} with --dtype {self.dtype}, got "
+            yield "recipe", text + ",".join(self.recipes)
+        if odd := self._undivided(self.planned_gpus):
+            text = "--nodes times --gpus-per-node must divide the experts of every case, got "
+            yield "nodes", f"{text}{self.planned_gpus} with {odd}"
 
     @property
     def planned(self) -> bool:
@@ -325,18 +295,6 @@ class BenchOptions:
         """GPUs of the cluster of `plan`."""
         return self.nodes * self.gpus_per_node
 
-    def _check_models(self) -> None:
-        known = MODELS if self.on_gpus else CPU_MODELS
-        for name in self.models if "train" in self.benches else ():
-            model = known[name]
-            ranks, rest = divmod(self.devices, 2 if model.beside else 1)
-            if rest or not ranks or model.num_experts % ranks:
-                raise InvalidArgumentError(
-                    f"--devices must be {'2 x ' if model.beside else ''}a divisor of the "
-                    f"{model.num_experts} experts of {name}, got {self.devices}",
-                    argument="devices",
-                )
-
     @property
     def on_gpus(self) -> bool:
         """Whether the devices are GPUs."""
@@ -347,29 +305,22 @@ class BenchOptions:
         """Bytes of a token row on GPUs."""
         return self.hidden * DTYPE_BYTES[self.dtype]
 
-    def _check_gpus(self) -> None:
-        if not self.on_gpus:
-            return
+    def _gpu_faults(self) -> Iterator[tuple[str, str]]:
         if "memfd" in self.transports:
-            raise InvalidArgumentError(
-                f"memfd runs on CPU devices, nvlink on GPUs; measure them separately, got "
-                f"--transports {','.join(self.transports)}",
-                argument="transports",
-            )
+            text = "memfd runs on CPU devices, nvlink on GPUs; measure them separately, got "
+            yield "transports", f"{text}--transports {','.join(self.transports)}"
         lowest = {"tokens": 1, "hidden": 8, "sms": 0, "spare_experts": 0}
         for name, least in lowest.items():
             values = getattr(self, name)
             values = values if isinstance(values, tuple) else (values,)
             if not values or min(values) < least:
-                raise InvalidArgumentError(
-                    f"--{name} must be at least {least}, got {values}", argument=name
-                )
+                yield name, f"--{name} must be at least {least}, got {values}"
         experts_per_rank, rest = divmod(self.num_experts, self.devices)
         if rest or self.top_k > self.num_experts or not experts_per_rank:
-            raise InvalidArgumentError(
+            yield (
+                "num_experts",
                 f"--experts must be a multiple of --devices={self.devices} and at least "
                 f"--top-k={self.top_k}, got {self.num_experts}",
-                argument="num_experts",
             )
 
     @property
