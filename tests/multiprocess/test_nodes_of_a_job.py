@@ -176,21 +176,6 @@ def test_a_group_over_two_daemons_moves_tokens_over_stock_collectives(nodes) -> 
 
 
 @pytest.mark.slow
-def test_a_dead_process_is_heard_of_on_the_other_node_without_windows(nodes) -> None:
-    with Job(
-        _JOB + _HEARS, processes=2, devices=1, own=environments(nodes), TEST_TRANSPORT="xla"
-    ) as job:
-        job.heard()
-        job.workers[1].kill()
-        begin = time.monotonic()
-        heard = job.workers[0].heard()
-        assert time.monotonic() - begin < TOLD_S
-        assert heard["error"] in ("PeerLostError", "StaleHandleError")
-        assert "processes of node b are gone: ranks [1]" in heard["text"]
-        job.workers[0].tell()
-
-
-@pytest.mark.slow
 def test_calls_that_wait_for_a_process_on_another_node_end_when_it_dies(nodes) -> None:
     """In windows by the daemons' word, in collectives as connections close and processes end."""
     with Job(_JOB + _WAITS, processes=4, devices=1, own=environments(nodes, 4)) as job:
@@ -200,35 +185,6 @@ def test_calls_that_wait_for_a_process_on_another_node_end_when_it_dies(nodes) -
         for worker in job.workers[:3]:
             assert worker.heard()["at"] - begin < TOLD_S
             worker.finish()
-
-
-@pytest.mark.slow
-def test_ten_jobs_in_a_row_take_the_same_windows_whichever_process_is_killed(nodes) -> None:
-    before: list[dict[int, str]] = []
-    generations = []
-    for number in range(10):
-        with Job(_JOB + _HEARS, processes=4, devices=1, own=environments(nodes, 4)) as job:
-            heard = job.heard()
-            assert max(row["error"] for row in heard) < 1e-5
-            assert [row["reattached"] for row in heard] == [number > 0] * 4
-            windows = [windows_of(child) for child in nodes]
-            assert not before or windows == before
-            before = windows
-            generations.append(heard[0]["generation"])
-            victim = number % 4
-            job.workers[victim].kill()
-            begin = time.monotonic()
-            # With process 0 the coordinator of jax.distributed dies, which ends the others itself.
-            for worker in [w for w in job.workers if victim and w.index != victim]:
-                assert worker.heard()["error"] in ("PeerLostError", "StaleHandleError")
-            assert time.monotonic() - begin < TOLD_S
-        for child in nodes:
-            wait_until(lambda child=child: states(child) == ["RETAINED"], "it is retained")
-    assert generations == sorted(set(generations))
-
-
-def states(child: runtime.Child) -> list[str]:
-    return [row["state"] for row in read(child)["found"]]
 
 
 _OVERFLOWS = """

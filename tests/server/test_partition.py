@@ -8,7 +8,7 @@ from cluster_places import make_certificates, tls_flags
 from harness import Watcher, eventually
 from raw_client import WAIT_S, make_spec
 from spanning import all_ready, group_of, members, spec_of, state
-from test_cluster import cluster_of, joined, link, states
+from test_cluster import joined, link, states
 
 from ep_runtime import errors
 from ep_runtime_server.base import limits
@@ -106,21 +106,6 @@ def test_a_cable_that_is_cut_one_way_or_both_ends_no_group_and_lets_none_form(
     assert members(later[0]) == members(later[1])
 
 
-def test_a_process_that_dies_behind_a_cut_is_told_once_it_is_over(lossy_net, nodes, pool):
-    first, dying = nodes.a.client(), nodes.b.client(process=True)
-    watcher = Watcher(first)
-    groups = all_ready(pool, spec_of(), (first, [0]), (dying, [1]))
-    lossy_net.cut()
-    dying.process.kill()
-    eventually(lambda: state(nodes.b) != "READY")
-    assert state(nodes.a) == "READY"
-    lossy_net.mend()
-    eventually(lambda: state(nodes.a) == "BROKEN", within_s=MENDED_S)
-    eventually(lambda: any(list(e.group.lost_ranks) == [1] for e in watcher.events))
-    again = all_ready(pool, spec_of(), (first, [0]), (nodes.b.client(), [1]))
-    assert again[0].epoch > groups[0].epoch
-
-
 def test_a_node_that_starts_again_behind_a_cut_takes_its_place(lossy_net, nodes, pool):
     """Nobody tells a that b's end of every connection is gone: they are half open."""
     first = nodes.a.client()
@@ -133,28 +118,3 @@ def test_a_node_that_starts_again_behind_a_cut_takes_its_place(lossy_net, nodes,
     again = all_ready(pool, spec_of(name="next"), (first, [0]), (newcomer, [1]))
     assert again[0].epoch == again[1].epoch > groups[0].epoch
     assert group_of(nodes.b, "next").epoch == again[0].epoch
-
-
-def test_a_cut_while_a_group_forms_leaves_nobody_with_half_of_it(lossy_net, nodes, pool):
-    a, b = nodes.a, nodes.b
-    first, second = a.client(), b.client()
-    made = [
-        pool.submit(client.create, spec_of(), ranks=[rank])
-        for rank, client in enumerate((first, second))
-    ]
-    groups = [future.result(WAIT_S).group for future in made]
-    lossy_net.cut()
-    waiting = [
-        pool.submit(client.attached, group, wait_s=60.0)
-        for client, group in zip((first, second), groups, strict=True)
-    ]
-    # The coordinator gives the view up with the lease; b cannot know, and goes on with nothing.
-    eventually(lambda: group_of(a).epoch == 0, within_s=limits.NODE_LEASE_S + 2.0)
-    assert not any(future.done() for future in waiting)
-    assert (state(a), state(b)) == ("FORMING", "FORMING")
-    lossy_net.mend()
-    found = [future.result(WAIT_S + MENDED_S) for future in waiting]
-    assert {(group.state, group.epoch) for group in found} == {(2, found[0].epoch)}
-    assert found[0].epoch > groups[0].epoch
-    assert members(found[0]) == members(found[1])
-    assert cluster_of(b).epoch >= found[0].epoch

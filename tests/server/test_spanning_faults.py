@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import time
 
 import pytest
@@ -11,10 +10,9 @@ from cluster_places import place, plain_tcp
 from harness import eventually
 from raw_client import WAIT_S
 from spanning import TOLD_S, all_ready, group_of, members, one_each, spec_of, state
-from test_cluster import cluster_of, joined, link
+from test_cluster import joined
 
 from ep_runtime import errors
-from ep_runtime_server.base import limits
 
 
 @pytest.fixture
@@ -38,32 +36,7 @@ def three(daemon_process):
 
 # What the coordinator writes: its two ids, its first epoch, two nodes, then the view's epoch and
 # the decision.
-_VIEW, _DECISION = 6, 7
-
-
-@pytest.mark.parametrize(
-    ("point", "count"),
-    [
-        ("before_write", _VIEW),
-        ("after_write", _VIEW),
-        ("before_write", _DECISION),
-        ("after_write", _DECISION),
-    ],
-)
-@pytest.mark.slow
-def test_a_coordinator_that_dies_while_a_group_forms_is_waited_for(
-    three, restarted, pool, point, count
-):
-    a, flags, (b, c) = three(f"failpoint:cluster.{point}=kill:{count}")
-    futures = one_each(pool, b.client(), c.client())
-    assert a.ended(within_s=5.0)[0] == -9
-    assert not any(future.done() for future in futures)
-    a = restarted(a, *flags)
-    groups = [future.result(WAIT_S) for future in futures]
-    assert {group.state for group in groups} == {2}
-    assert len({group.epoch for group in groups}) == 1
-    assert members(groups[0]) == members(groups[1])
-    assert groups[0].epoch <= cluster_of(a).epoch
+_DECISION = 7
 
 
 def test_a_process_that_dies_while_nobody_knows_the_decision_is_not_forgotten(
@@ -241,93 +214,6 @@ def test_no_epoch_has_two_views_whatever_dies_while_a_group_forms(
         for rank in range(4):
             job.replace(rank)
     assert len(views) >= dose
-
-
-@pytest.fixture
-def two(daemon_process):
-    """a, which coordinates, and b; each with its flags, for a restart."""
-    address = place()
-    flags = {
-        "a": ["--coordinator", address, *plain_tcp(), "--node", "a"],
-        "b": ["--join", address, *plain_tcp(), "--node", "b"],
-    }
-    daemons = {name: daemon_process(*words) for name, words in flags.items()}
-    joined(daemons["b"])
-    return daemons, flags
-
-
-def resumed(client, group, rank: int) -> None:
-    """What the client library does after its daemon started again."""
-    assert client.resume()
-    if client.restore(group, ranks=[rank], windows=[rank]).wanted_ranks:
-        assert client.give_back(group)[1] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["xla", "memfd"])
-@pytest.mark.parametrize("name", ["a", "b"])
-def test_a_daemon_killed_under_a_view_forms_the_group_all_the_same(
-    two, restarted, pool, name, transport
-):
-    daemons, flags = two
-    clients = {node: daemon.client(process=True) for node, daemon in daemons.items()}
-    made = [
-        pool.submit(client.create, spec_of(transport=transport), ranks=[rank])
-        for rank, client in enumerate(clients.values())
-    ]
-    groups = dict(zip("ab", (future.result(WAIT_S).group for future in made), strict=True))
-    other = "b" if name == "a" else "a"
-    if transport == "memfd":
-        for node, client in clients.items():
-            client.fetch(groups[node])
-    waiting = pool.submit(clients[other].attached, groups[other])
-    eventually(lambda: group_of(daemons[other]).members["ab".index(other)].attached)
-    daemons[name] = restarted(daemons[name], *flags[name])
-    resumed(clients[name], groups[name], "ab".index(name))
-    found = clients[name].attached(groups[name]), waiting.result(WAIT_S)
-    assert {group.state for group in found} == {2}
-    assert found[0].epoch == found[1].epoch > groups["a"].epoch
-    assert members(found[0]) == members(found[1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["a", "b"])
-def test_a_daemon_killed_under_a_ready_group_still_tells_of_its_processes(
-    two, restarted, pool, name
-):
-    daemons, flags = two
-    clients = {node: daemon.client(process=True) for node, daemon in daemons.items()}
-    claims = [(client, [rank]) for rank, client in enumerate(clients.values())]
-    groups = all_ready(pool, spec_of(), *claims)
-    other = "b" if name == "a" else "a"
-    daemons[name] = restarted(daemons[name], *flags[name])
-    resumed(clients[name], groups["ab".index(name)], "ab".index(name))
-    joined(daemons["b"])
-    found = group_of(daemons[name])
-    assert (found.state, found.epoch) == (2, groups[0].epoch)
-    assert members(found) == members(groups[0])
-    clients[name].process.kill()
-    eventually(lambda: state(daemons[other]) == "BROKEN", within_s=TOLD_S)
-
-
-@pytest.mark.slow
-def test_a_coordinator_that_hangs_is_as_good_as_away_until_it_goes_on(three, pool):
-    a, _, (b, c) = three()
-    first, second = b.client(), c.client()
-    groups = all_ready(pool, spec_of(), (first, [0]), (second, [1]))
-    a.popen.send_signal(signal.SIGSTOP)
-    try:
-        lost_s = limits.NODE_REPORT_INTERVAL_S + limits.NODE_RPC_S + 1.0
-        eventually(lambda: (link(b), link(c)) == ("LOST", "LOST"), within_s=lost_s)
-        assert (state(b), state(c)) == ("READY", "READY")
-        waiting = one_each(pool, first, second, name="later")
-        eventually(lambda: b.group_states().get("later") == "FORMING")
-    finally:
-        a.popen.send_signal(signal.SIGCONT)
-    later = [future.result(2 * WAIT_S) for future in waiting]
-    assert later[0].epoch == later[1].epoch > groups[0].epoch
-    for daemon in (b, c):
-        joined(daemon, within_s=10.0)
 
 
 def test_a_fault_of_ours_while_nodes_join_ends_the_wait_of_everybody(nodes, pool, monkeypatch):

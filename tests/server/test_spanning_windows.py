@@ -230,28 +230,6 @@ def two(daemon_process):
 
 
 @pytest.mark.slow
-def test_a_daemon_that_starts_again_takes_its_nodes_windows_back(two, restarted, pool):
-    a, b, flags = two
-    first, second = a.client(process=True), b.client(process=True)
-    groups = all_ready(pool, spec_of(), (first, [0, 1]), (second, [2, 3]))
-    files = second.process.do("inodes")
-    b = restarted(b, *flags)
-    assert second.resume()
-    answer = second.restore(groups[1], [2, 3])
-    assert sorted(answer.wanted_ranks) == [-1, 2, 3]
-    assert second.give_back(groups[1]) == (3, [])
-    found = group_of(b)
-    assert (found.state, found.spec.node_size) == (types_pb2.GROUP_STATE_READY, 2)
-    joined(b)
-    first.process.kill()
-    eventually(lambda: state(b) == "BROKEN", within_s=TOLD_S)
-    assert second.process.do("board")[2:] == ("PEER_LOST", 0)
-    again = all_ready(pool, spec_of(), (a.client(), [0, 1]), (second, [2, 3]))
-    assert again[1].generation > groups[1].generation
-    assert second.process.do("inodes") == files
-
-
-@pytest.mark.slow
 def test_without_its_journal_a_daemon_keeps_the_memory_for_the_next_time(two, restarted, pool):
     a, b, flags = two
     first, second = a.client(), b.client(process=True)
