@@ -76,19 +76,6 @@ def test_a_compiled_step_of_a_gone_group_is_stale_and_the_process_goes_on(
     assert program.finish() == 0
 
 
-def test_the_listing_shows_what_a_handle_did_last(
-    run_program: Start, address: str, admin: source.Source
-) -> None:
-    program = run_program(_CREATE, EP_RUNTIME_ADDRESS=address)
-    program.heard()
-    (row,) = admin.handles()
-    assert (row["layer"], row["last_op"], row["state"]) == ("moe/0", "COMBINE", "IDLE")
-    assert row["pids"] == [program.pid]
-    assert row["calls"] == 3
-    assert row["lane"] in (0, 1)
-    program.end()
-
-
 _AGAIN = (
     _PROGRAM
     + """

@@ -101,16 +101,6 @@ def test_events_and_their_numbers_outlive_the_daemon(log, tmp_path):
         each.close()
 
 
-def test_a_daemon_that_starts_again_tells_of_the_one_before(daemon_process, restarted):
-    first = daemon_process()
-    first.client()
-    before = first.ask("ListEvents").events
-    second = restarted(first)
-    after = second.ask("ListEvents").events
-    assert list(after)[: len(before)] == list(before)
-    assert [event.sequence for event in after] == list(range(1, len(after) + 1))
-
-
 def odd_lines(line: bytes) -> list[bytes]:
     values = json.loads(line)
     odd = [b"", b"[]", b"{}", b"7", b"null", b"\xff\xfe", b"[" * 5000, line[:-5], b'"' * 9]
