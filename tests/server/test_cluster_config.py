@@ -32,6 +32,10 @@ def tls(tmp_path) -> list[str]:
     return tls_flags(make_certificates(tmp_path / "pki", a=""), "a")
 
 
+# Of files that are not read where a flag is wrong.
+TLS = [word for name in ("cert", "key", "ca") for word in (f"--tls-{name}", "x")]
+
+
 def test_without_flags_there_is_no_cluster():
     assert read() is None
 
@@ -56,21 +60,6 @@ def test_an_endpoint_is_host_and_port(text, wanted):
 def test_what_is_none_is_refused(text):
     with pytest.raises(InvalidArgumentError, match="--x must be HOST:PORT"):
         parse_endpoint(text, "--x")
-
-
-def test_daemons_do_not_speak_plain_tcp_unless_told():
-    with pytest.raises(InvalidArgumentError, match="--tls-cert, --tls-key, --tls-ca missing"):
-        read("--coordinator", "127.0.0.1:7700")
-
-
-def test_half_of_the_certificates_is_none(tls):
-    with pytest.raises(InvalidArgumentError, match="--tls-ca missing"):
-        read("--coordinator", "127.0.0.1:7700", *tls[:4])
-
-
-def test_certificates_and_plain_tcp_exclude_each_other(tls):
-    with pytest.raises(InvalidArgumentError, match="give either"):
-        read("--coordinator", "127.0.0.1:7700", *plain_tcp(), *tls)
 
 
 def test_a_file_that_is_no_certificate_is_named(tls):
@@ -150,6 +139,9 @@ def test_plain_tcp_off_loopback_is_not_chosen_for_the_user(monkeypatch):
     assert read("--join", "10.0.0.1:7700", *plain_tcp(), "--listen", "10.0.0.2:0") is not None
 
 
+HERE = ("--coordinator", "127.0.0.1:7700")
+
+
 @pytest.mark.parametrize(
     ("words", "match"),
     [
@@ -160,6 +152,11 @@ def test_plain_tcp_off_loopback_is_not_chosen_for_the_user(monkeypatch):
         (["--coordinator", "1", *plain_tcp(), "--node", "A"], "--node must be a lower-case DNS"),
         (["--join", "nowhere.invalid:1", *plain_tcp()], "give --listen HOST:PORT"),
         (["--cluster", "/nonexistent", *plain_tcp()], "cannot read /nonexistent"),
+        (HERE, "--tls-cert, --tls-key, --tls-ca missing"),
+        ([*HERE, *TLS[:4]], "--tls-ca missing"),
+        ([*HERE, *plain_tcp(), *TLS], "give either"),
+        ([*HERE, *TLS, *plain_tcp()[1:]], "--secret goes with --insecure"),
+        ([*HERE, "--insecure"], "--insecure needs --secret FILE"),
     ],
 )
 def test_flags_that_make_no_cluster_are_refused(words, match):
@@ -213,15 +210,9 @@ def test_a_file_that_is_wrong_says_where(tmp_path, text, match):
 class TestPlainTcp:
     WORDS = ("--coordinator", "127.0.0.1:7700", "--insecure")
 
-    def test_wants_a_secret(self):
-        with pytest.raises(InvalidArgumentError, match="--insecure needs --secret FILE"):
-            read(*self.WORDS)
-
     @pytest.mark.parametrize("flag", ["--allow-uid", "--allow-gid"])
     def test_is_not_for_a_daemon_of_several_users(self, flag):
-        with pytest.raises(
-            InvalidArgumentError, match="--insecure must not be given with --allow-uid"
-        ):
+        with pytest.raises(InvalidArgumentError, match="--insecure must not be given with --allow"):
             read(*self.WORDS[:2], *plain_tcp(), flag, "1000")
 
     def test_keeps_the_secret_out_of_texts(self):
@@ -246,10 +237,6 @@ class TestPlainTcp:
             read(*self.WORDS, "--secret", str(file))
         with pytest.raises(InvalidArgumentError, match="cannot read"):
             read(*self.WORDS, "--secret", str(tmp_path / "none"))
-
-    def test_goes_without_certificates_alone(self, tls):
-        with pytest.raises(InvalidArgumentError, match="--secret goes with --insecure"):
-            read(*self.WORDS[:2], *tls, *plain_tcp()[1:])
 
 
 SECRET, OTHER = b"a secret of this cluster", b"a secret of another one"
