@@ -68,33 +68,31 @@ def test_a_variable_that_keeps_jax_from_gpus_is_named(
     assert (said.state, said.advice) == ("WARN", "JAX_PLATFORMS=cpu keeps JAX from them")
 
 
-def test_jax_for_gpus_beside_a_build_without_cuda_says_how_to_build(machine: Any) -> None:
-    said = machine({"jax_cuda13_plugin"}, None)
-    assert said.state == "WARN"
-    assert "JAX has jax_cuda13_plugin, this package was built without CUDA" in said.found
-    assert said.advice.startswith("EP_RUNTIME_CUDA=ON pip install")
+NO_DRIVER = "CUDA: cudaGetDeviceCount: no driver"
+WITHOUT = "JAX has jax_cuda13_plugin, this package was built without CUDA"
 
 
-def test_a_build_with_cuda_beside_a_jax_without_names_the_extra(machine: Any) -> None:
-    said = machine({"cuda", "cuda.bindings"}, ["GPU-a"])
-    assert (said.state, said.found) == ("WARN", "1 GPUs: GPU-a; JAX sees none")
-    assert "cuda13" in said.advice
-
-
-def test_a_missing_driver_is_told_in_cudas_words(machine: Any) -> None:
-    said = machine({"jax_cuda12_plugin"}, EpRuntimeError("CUDA: cudaGetDeviceCount: no driver"))
-    assert (said.state, said.found) == ("WARN", "CUDA: cudaGetDeviceCount: no driver")
-
-
-def test_a_daemon_without_cuda_bindings_is_warned_of(machine: Any) -> None:
-    assert "cuda-bindings" in machine({"jax_cuda12_plugin"}, ["GPU-a"]).advice
-    assert machine({"jax_cuda13_plugin", "cuda", "cuda.bindings"}, ["GPU-a", "GPU-b"]).state == "OK"
-
-
-def test_cuda_12_is_said_to_be_untried(machine: Any) -> None:
-    said = machine({"jax_cuda12_plugin", "cuda", "cuda.bindings"}, ["GPU-a"])
-    assert (said.state, said.found) == ("WARN", "1 GPUs: GPU-a; jax_cuda12_plugin")
-    assert "CUDA 12 was never tried on a GPU" in said.advice
+@pytest.mark.parametrize(
+    ("modules", "found", "state", "told", "advice"),
+    [
+        ("jax_cuda13_plugin", None, "WARN", WITHOUT, "EP_RUNTIME_CUDA=ON pip install"),
+        ("cuda cuda.bindings", ["GPU-a"], "WARN", "1 GPUs: GPU-a; JAX sees none", "cuda13"),
+        ("jax_cuda12_plugin", EpRuntimeError(NO_DRIVER), "WARN", NO_DRIVER, ""),
+        ("jax_cuda12_plugin", ["GPU-a"], "WARN", "", "cuda-bindings"),
+        ("jax_cuda13_plugin cuda cuda.bindings", ["GPU-a", "GPU-b"], "OK", "", ""),
+        (
+            *("jax_cuda12_plugin cuda cuda.bindings", ["GPU-a"], "WARN"),
+            *("1 GPUs: GPU-a; jax_cuda12_plugin", "CUDA 12 was never tried on a GPU"),
+        ),
+    ],
+)
+def test_what_gpus_lack_here_is_named_with_its_remedy(
+    machine: Any, modules: str, found: Any, state: str, told: str, advice: str
+) -> None:
+    said = machine({*modules.split()}, found)
+    assert said.state == state
+    assert told in said.found
+    assert advice in said.advice
 
 
 @pytest.mark.parametrize(
@@ -145,16 +143,11 @@ def test_a_package_without_cuda_needs_no_nccl(
     assert "without CUDA" in doctor._nccl().found
 
 
-def test_the_version_and_where_it_is_from_are_named(
+def test_the_version_of_libnccl_is_named_or_what_to_install(
     built: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl, "library", lambda: Libnccl(22809))
     assert doctor._nccl() == ("nccl", "OK", "NCCL 2.28.9 of /opt/libnccl.so.2", "")
-
-
-def test_a_machine_without_libnccl_learns_what_to_install(
-    built: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
     missing = RuntimeUnavailableError("this process has no libnccl.so.2")
     monkeypatch.setattr(nccl, "library", lambda: Libnccl(missing))
     said = doctor._nccl()
