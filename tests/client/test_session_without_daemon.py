@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 import ep_runtime as ep
 from ep_runtime_client.daemons.client import DaemonClient
 
+NAN, INF = float("nan"), float("inf")
 _ARGUMENTS = SMALL | {"outer_axes": "dp", "max_top_k": 4}
 
 
@@ -99,6 +100,7 @@ def test_every_setting_reaches_the_spec(
 def test_the_same_spec_again_is_the_same_group(session: ep.Session, mesh: Any) -> None:
     group = session.create_group("g", mesh, **_ARGUMENTS)
     assert session.create_group("g", mesh, **_ARGUMENTS) is group
+    assert session.create_group("g", mesh, **_ARGUMENTS, replace=True) is group
     assert session.group("g") is group
 
 
@@ -149,11 +151,6 @@ def test_replace_takes_the_old_groups_place(session: ep.Session, mesh: Any) -> N
         old.register_layer("b", top_k=1)
 
 
-def test_replace_with_the_same_spec_keeps_the_group(session: ep.Session, mesh: Any) -> None:
-    group = session.create_group("g", mesh, **_ARGUMENTS)
-    assert session.create_group("g", mesh, **_ARGUMENTS, replace=True) is group
-
-
 def test_several_groups_live_side_by_side(session: ep.Session, mesh: Any) -> None:
     groups = [session.create_group(f"g{i}", mesh, **_ARGUMENTS) for i in range(3)]
     layers = [group.register_layer("same", top_k=2) for group in groups]
@@ -170,7 +167,6 @@ def test_several_groups_live_side_by_side(session: ep.Session, mesh: Any) -> Non
         ({"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
         ({"max_token_dtype": "int4"}, "max_token_dtype must be one of.*'int4'"),
         ({"on_overflow": "wrap"}, "on_overflow must be one of.*'wrap'"),
-        ({"capacity_factor": 0.5}, "capacity_factor must be at least 1.0, got 0.5"),
         ({"capacity_factor": 2.0, "recv_capacity_per_rank": 8}, "not both"),
         ({"recv_capacity_per_rank": 3}, "recv_capacity_per_rank=3 .*alignment=8,"),
         ({"transport": "memfd"}, 'address="none"'),
@@ -182,7 +178,28 @@ def test_several_groups_live_side_by_side(session: ep.Session, mesh: Any) -> Non
         ({"workspace": "2.0"}, "workspace must be .* got '2.0'"),
         ({"workspace": 2}, "workspace=2 is an int, so bytes, .* is a float, 2.0"),
         ({"retain_s": -1}, "retain_s must be at least 0, got -1"),
+        ({"hidden_size": "16"}, "hidden_size must be an integer, got '16'"),
+        ({"hidden_size": 16.5}, "hidden_size must be an integer, got 16.5"),
+        ({"num_experts": None}, "num_experts must be an integer, got None"),
+        ({"alignment": 8.0}, "alignment must be an integer, got 8.0"),
+        ({"num_sms": 2.5}, "num_sms must be an integer, got 2.5"),
+        ({"overlap": "no"}, "overlap must be True or False, got 'no'"),
+        ({"spare_experts": -1}, "spare_experts must be at least 0, got -1"),
+        ({"spare_experts": "all"}, "spare_experts must be an integer, got 'all'"),
+        (
+            {"spare_experts": 1024},
+            "spare_experts=1024 with [0-9]+ experts on each of 4 ranks must make at most 1024 "
+            "experts of a rank, got 10[0-9]+",
+        ),
+        ({"op_timeout_s": NAN}, "op_timeout_s must be a number, got nan"),
+        ({"retain_s": "60"}, "retain_s must be a number, got '60'"),
+        ({"capacity_factor": NAN}, "capacity_factor must be a number, got nan"),
+        ({"capacity_factor": INF}, "capacity_factor must be finite"),
+        ({"capacity_factor": 0.5}, "capacity_factor must be at least 1.0, got 0.5"),
+        ({"max_token_dtype": "bf16"}, "got 'bf16'; did you mean 'bfloat16'"),
+        ({"max_token_dtype": "fp32"}, "got 'fp32'; did you mean 'float32'"),
     ],
+    ids=str,
 )
 def test_a_wrong_argument_is_named_with_its_value(
     session: ep.Session, mesh: Any, change: dict[str, Any], words: str
