@@ -8,10 +8,12 @@ import threading
 import time
 from typing import Any
 
+import nccl_ranks
 import numpy as np
 import pytest
 from harness import eventually
-from nccl_builds import FakeNccl, edge_library, fake_library
+from nccl_builds import edge_library
+from nccl_ranks import WAIT_S
 
 from ep_runtime import nccl
 from ep_runtime.errors import (
@@ -23,18 +25,8 @@ from ep_runtime.errors import (
 from ep_runtime.native_abi import LayerStruct
 
 RANKS = 4
-WAIT_S = 20.0
 _ids = itertools.count(1)
-
-
-@pytest.fixture
-def fake(monkeypatch):
-    monkeypatch.setenv("EP_RUNTIME_NCCL_LIBRARY", str(fake_library()))
-    edge_library()  # compiled before any clock runs
-    made = FakeNccl()
-    made.reset()
-    yield made
-    made.reset()
+fake = nccl_ranks.fake
 
 
 @pytest.fixture
