@@ -49,7 +49,7 @@ STEPS = 4
 
 def _of_gpus(processes: int) -> list[dict[str, str]]:
     """Variables that give each process a GPU; without enough GPUs, processes share them."""
-    gpus = max(len(nvml.probe().gpus), 1)
+    gpus = len(nvml.probe().gpus) or processes
     shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     more = shared if processes > gpus else {}
     return [{"CUDA_VISIBLE_DEVICES": str(index % gpus), **more} for index in range(processes)]
