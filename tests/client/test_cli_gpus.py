@@ -17,13 +17,17 @@ from ep_runtime_client.cli.machine import gpus
 
 
 class Library:
-    def __init__(self, found: list[str] | Exception) -> None:
+    """Our CUDA library, or NCCL's: what it finds, or the error."""
+
+    def __init__(self, found: Any) -> None:
         self._found = found
 
-    def devices(self) -> list[str]:
+    def devices(self) -> Any:
         if isinstance(self._found, Exception):
             raise self._found
         return self._found
+
+    version = devices
 
 
 @pytest.fixture
@@ -119,16 +123,6 @@ def test_gpus_are_usable_where_both_sides_have_them(
     assert gpus.usable() == usable
 
 
-class Libnccl:
-    def __init__(self, found: int | Exception) -> None:
-        self._found = found
-
-    def version(self) -> int:
-        if isinstance(self._found, Exception):
-            raise self._found
-        return self._found
-
-
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(native, "library_path", lambda platform: tmp_path)
@@ -146,10 +140,10 @@ def test_a_package_without_cuda_needs_no_nccl(
 def test_the_version_of_libnccl_is_named_or_what_to_install(
     built: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl, "library", lambda: Libnccl(22809))
+    monkeypatch.setattr(nccl, "library", lambda: Library(22809))
     assert doctor._nccl() == ("nccl", "OK", "NCCL 2.28.9 of /opt/libnccl.so.2", "")
     missing = RuntimeUnavailableError("this process has no libnccl.so.2")
-    monkeypatch.setattr(nccl, "library", lambda: Libnccl(missing))
+    monkeypatch.setattr(nccl, "library", lambda: Library(missing))
     said = doctor._nccl()
     assert (said.state, said.found) == ("WARN", "this process has no libnccl.so.2")
     assert "cuda13" in said.advice
@@ -158,7 +152,7 @@ def test_the_version_of_libnccl_is_named_or_what_to_install(
 def test_a_header_of_another_version_is_named(
     built: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(nccl, "library", lambda: Libnccl(22809))
+    monkeypatch.setattr(nccl, "library", lambda: Library(22809))
     monkeypatch.setenv("EP_RUNTIME_NCCL_LIBRARY", str(tmp_path / "lib" / "libnccl.so.2"))
     header = tmp_path / "include" / "nccl.h"
     header.parent.mkdir()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-import cases
 import fakes
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ import pytest
 from fakes import MakeGroup
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from modes import mode_programs
+from modes.mode_programs import assert_close, block, meant, meant_grads
 
 import ep_runtime as ep
 from ep_runtime_client.programs.remat import remat_policy
@@ -26,46 +28,19 @@ def group(make_group: MakeGroup, transport: str) -> fakes.LocalGroup:
     return make_group(transport=transport, max_top_k=TOP_K)
 
 
-def draw(seed: int = 0, tokens: int = TOKENS) -> tuple[Any, Any, Any]:
-    """tokens [T, H], topk_idx [T, K], topk_weights [T, K] as NumPy arrays."""
-    rng = np.random.default_rng(seed)
-    idx = cases.routing(cases.Case("", tokens=tokens, top_k=TOP_K), 1, seed)[0]
-    weights = rng.uniform(0.2, 1, (tokens, TOP_K)).astype(np.float32)
-    return rng.standard_normal((tokens, HIDDEN)).astype(np.float32), idx, weights
-
-
-def block(layer: Any, x: Any, idx: Any, weights: Any, **options: Any) -> Any:
-    """A stand-in for experts: tanh of the rows, weighted."""
-    sent = ep.dispatch(layer, x, idx, weights, **options)
-    return ep.combine(layer, sent, jnp.tanh(sent.tokens), weights=sent.weights)
-
-
-def expected(x: Any, weights: Any) -> Any:
-    return np.tanh(x) * np.asarray(weights).sum(-1, keepdims=True)
+draw = functools.partial(mode_programs.draw, tokens=TOKENS)
 
 
 def loss(layer: Any, x: Any, idx: Any, weights: Any) -> Any:
     return (jnp.sin(block(layer, x, idx, weights))).sum()
 
 
-def reference_grads(x: Any, weights: Any) -> Any:
-    def meant(x: Any, weights: Any) -> Any:
-        return jnp.sin(jnp.tanh(x) * weights.sum(-1, keepdims=True)).sum()
-
-    return jax.grad(meant, argnums=(0, 1))(jnp.asarray(x), jnp.asarray(weights))
-
-
-def assert_close(got: Any, want: Any) -> None:
-    for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(left, right, rtol=2e-5, atol=2e-5)
-
-
 def test_eager_calls_and_eager_gradients(group: fakes.LocalGroup) -> None:
     layer = group.register_layer("moe", top_k=TOP_K)
     x, idx, weights = draw()
-    assert_close(block(layer, x, idx, weights), expected(x, weights))
+    assert_close(block(layer, x, idx, weights), meant(x, weights))
     grads = jax.grad(lambda x, w: loss(layer, x, idx, w), argnums=(0, 1))(x, weights)
-    assert_close(grads, reference_grads(x, weights))
+    assert_close(grads, meant_grads(x, weights))
 
 
 def test_concrete_arrays_elsewhere_are_moved_and_it_is_said_once(
@@ -75,10 +50,10 @@ def test_concrete_arrays_elsewhere_are_moved_and_it_is_said_once(
     layer = group.register_layer("moe", top_k=TOP_K)
     x, idx, weights = draw()
     on_one_device = jax.device_put(x, jax.devices()[3])
-    assert_close(block(layer, on_one_device, idx, weights), expected(x, weights))
+    assert_close(block(layer, on_one_device, idx, weights), meant(x, weights))
     by_hidden = jax.device_put(x, NamedSharding(group.mesh, PartitionSpec(None, "ep")))
     for _ in range(2):
-        assert_close(block(layer, by_hidden, idx, weights), expected(x, weights))
+        assert_close(block(layer, by_hidden, idx, weights), meant(x, weights))
     said = [record.getMessage() for record in caplog.records if "resharded" in record.message]
     assert len(said) == 1
     assert "(None, 'ep')" in said[0]
@@ -109,7 +84,7 @@ def test_scan_over_one_layer_and_over_a_stack(group: fakes.LocalGroup) -> None:
             jax.value_and_grad(lambda x, w, pick=pick: scanned(pick, x, w).sum(), argnums=(0, 1))
         )
         assert_close(run(x, weights), want)
-    assert_close(block(stack[3], x, idx, weights), expected(x, weights))
+    assert_close(block(stack[3], x, idx, weights), meant(x, weights))
 
 
 def test_while_cond_and_donation(group: fakes.LocalGroup) -> None:
@@ -126,10 +101,10 @@ def test_while_cond_and_donation(group: fakes.LocalGroup) -> None:
     def chosen(x: Any, flag: Any) -> Any:
         return lax.cond(flag, lambda x: block(layer, x, idx, weights), lambda x: x, x)
 
-    twice = expected(expected(x, weights), weights)
+    twice = meant(meant(x, weights), weights)
     assert_close(jax.jit(looped)(x, 2), twice)
     conditional = jax.jit(chosen)
-    assert_close(conditional(x, True), expected(x, weights))
+    assert_close(conditional(x, True), meant(x, weights))
     assert_close(conditional(x, False), x)
     donated = jax.device_put(x, NamedSharding(group.mesh, PartitionSpec("ep")))
     step = jax.jit(lambda x: block(layer, x, idx, weights), donate_argnums=0)
