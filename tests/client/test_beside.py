@@ -6,9 +6,9 @@ import ctypes
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,21 +78,15 @@ def test_they_get_ready_with_one_channel_and_no_call(
 
 
 def summed(groups: list[nccl.NcclGroup], budget_s: float = WAIT_S) -> list[EpRuntimeError]:
-    errors: list[EpRuntimeError] = []
-
-    def work(group: nccl.NcclGroup) -> None:
+    def work(group: nccl.NcclGroup) -> EpRuntimeError | None:
         try:
             group.try_sum(budget_s)
         except EpRuntimeError as error:
-            errors.append(error)
+            return error
+        return None
 
-    threads = [threading.Thread(target=work, args=(group,)) for group in groups]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
-    return errors
+    with ThreadPoolExecutor() as pool:
+        return [error for error in pool.map(work, groups, timeout=WAIT_S) if error]
 
 
 def test_a_close_that_comes_first_leaves_nothing_to_join(

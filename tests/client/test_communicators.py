@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -60,11 +61,10 @@ def test_an_init_that_times_out_is_told_to_the_daemon(ranks: tuple[list[Rank], i
 def _attach(both: list[Rank]) -> None:
     """Until the group is READY."""
     (listed,) = both[0].groups()
-    threads = [threading.Thread(target=rank.client.attached, args=(listed.group,)) for rank in both]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
+    with ThreadPoolExecutor() as pool:
+        attached = [pool.submit(rank.client.attached, listed.group) for rank in both]
+        for each in attached:
+            each.result(WAIT_S)
 
 
 def _watch(rank: Rank, generation: int, left: Callable[[], list[int]]) -> communicators.Watch:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import nccl_ranks
@@ -66,18 +68,9 @@ class Edge:
 
     def all(self, group, run, blocks, **how) -> list[Any]:
         """Every rank of `blocks` on a thread of its own; results or error texts."""
-        found: list[Any] = [None] * len(blocks)
-
-        def work(rank: int) -> None:
-            found[rank] = self.exchange(group, run, rank, blocks[rank], **how)
-
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(blocks))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WAIT_S)
-            assert not thread.is_alive()
-        return found
+        call = functools.partial(self.exchange, group, run, **how)
+        with ThreadPoolExecutor(len(blocks)) as pool:
+            return [*pool.map(call, range(len(blocks)), blocks, timeout=WAIT_S)]
 
 
 @pytest.fixture
