@@ -58,7 +58,7 @@ int CountOverlaps(const BlockSizes& s) {
     return CountOverlaps(others, end);
   };
   int count = with({rows(at.inner, s.inner), rows(at.d_inner, s.inner)});
-  if (!TurnsRows(s)) return count;
+  if (!TransposesRows(s)) return count;
   count += with({rows(at.inner, s.inner), copy(at.of_second.lhs, s.inner),
                  copy(at.of_second.grads, s.hidden)});
   return count + with({copy(at.of_first.lhs, s.hidden), copy(at.of_first.grads, s.columns)});
@@ -79,8 +79,8 @@ int main() {
     const auto bytes = [&](bool backward) {
       return static_cast<long long>(LayOut(s, backward, nullptr, &unused));
     };
-    const int parts = NumParts(s);
-    std::printf("%d %d %lld %lld %d\n", parts > 0 ? PartTokens(s) : 0, parts, bytes(false),
+    const int chunks = NumChunks(s);
+    std::printf("%d %d %lld %lld %d\n", chunks > 0 ? ChunkTokens(s) : 0, chunks, bytes(false),
                 bytes(true), CountOverlaps(s));
   }
   return 0;

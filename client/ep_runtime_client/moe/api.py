@@ -269,8 +269,8 @@ def moe(
     moved = moe_call.Moved(index, mesh, rows, routed, handle, capacity, tokens_spec, remedy)
     body, why = moe_call.chosen(static, block, moved, params, weighted)
     with scope(f"moe.{body}.{why or 'taken'}.{group.spare_experts}", static):
-        kept = moe_call.Kept(keep, keep_factor)
-        y, plan, after = moe_call.run(layer, block, moved, params, weighted, kept, body, after)
+        saved = moe_call.SavedRows(keep, keep_factor)
+        y, plan, after = moe_call.run(layer, block, moved, params, weighted, saved, body, after)
     # Losses and counts are of the global batch, so they are summed over the manual axes that shard
     # it. Axes of size 1 are included, because JAX's types say that values vary over them.
     manual = manual_axes(group)

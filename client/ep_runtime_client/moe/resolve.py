@@ -87,7 +87,7 @@ class Moved:
     remedy: str
 
 
-class Kept(NamedTuple):
+class SavedRows(NamedTuple):
     """The rows that forward saves for backward: `keep` and `keep_factor` of `ep.moe`."""
 
     keep: str
@@ -117,7 +117,7 @@ def _sent_by(layer: EpLayer, recipe: Recipe | None, body: str, weighted: Weighte
     group = layer.group_spec
     if recipe is None or bodies.has_workspace(body) or weighted == "input":
         return None
-    if quantized_rows.refused(recipe, group):
+    if quantized_rows.unsupported_reason(recipe, group):
         return None
     on_cpu = group.transport == "memfd" or (group.transport == "xla" and not serve.available())
     return recipe if on_cpu else None
@@ -149,7 +149,7 @@ def run(
     moved: Moved,
     params: MoEParams,
     weighted: Weighted,
-    kept: Kept,
+    saved: SavedRows,
     body: str,
     state: MoEState | None,
 ) -> tuple[jax.Array, AnyArrays, MoEState | None]:
@@ -176,7 +176,7 @@ def run(
     )
     copied = contextlib.nullcontext() if spread is None else jax.named_scope(COPIED)
     with scope("experts", call.layer), copied:
-        resolved = _resolved(call, block, weighted, kept, body, given)
+        resolved = _resolved(call, block, weighted, saved, body, given)
         where = resolved.where
         experts = regions.whole_shape(where, given.wo.shape, resolved.sharding[1])[0]
         check_experts(where, experts, slabs, call.layer.group_spec.num_experts)
@@ -228,7 +228,7 @@ def _planned(
 
 
 def _resolved(
-    call: Call, block: Block, weighted: Weighted, kept: Kept, body: str, given: Operands
+    call: Call, block: Block, weighted: Weighted, saved: SavedRows, body: str, given: Operands
 ) -> ResolvedCall:
     """Computes the static part of a call on these operands."""
     mesh, recipes = call.where.mesh, block.recipes
@@ -270,9 +270,9 @@ def _resolved(
         paired=isinstance(origins[0], Pair),
         dtypes=tuple(None if x is None else jnp.dtype(x.dtype) for x in origins),
         tf32=kernels_32.allowed(),
-        workspace=_workspace(call, block, given, kept) if bodies.has_workspace(body) else None,
+        workspace=_workspace(call, block, given, saved) if bodies.has_workspace(body) else None,
     )
-    if kept.keep == "nothing":
+    if saved.keep == "nothing":
         return resolved
     return dataclasses.replace(resolved, saved=bodies.BODIES[body].saved(resolved))
 
@@ -350,7 +350,7 @@ def _taken(where: Partitioning, weight: Kernel, entries: Entries, recipe: Recipe
     return with_whole_blocks(where, entries, shape, blocks_of(recipe, weight))
 
 
-def _workspace(call: Call, block: Block, given: Operands, kept: Kept) -> WorkspaceRows:
+def _workspace(call: Call, block: Block, given: Operands, saved: SavedRows) -> WorkspaceRows:
     group, layer, activation = call.group, call.layer, block.activation
     sizes = workspace.BlockSizes(
         tokens=group.num_nodes * call.layout.tokens_per_rank,
@@ -370,7 +370,7 @@ def _workspace(call: Call, block: Block, given: Operands, kept: Kept) -> Workspa
     )
     # Spread rows need no more room than the capacity, because the ranks are balanced.
     setting = float(call.capacity) if call.spread else group.workspace
-    found = workspace.of_block(sizes, setting, keep=kept.keep, keep_factor=kept.factor)
+    found = workspace.of_block(sizes, setting, keep=saved.keep, keep_factor=saved.factor)
     return WorkspaceRows(sizes, found.rows, found.kept_rows)
 
 

@@ -82,19 +82,19 @@ class BlockLaunches : private ExpertLaunches {
       : ExpertLaunches(stream, p, at), backward_(backward) {}
 
   cudaError_t Run() {
-    const int32_t parts = NumParts(s_), tokens = PartTokens(s_);
-    EP_RETURN_IF_CUDA_ERROR(LaunchDecide(stream_, {p_.group, p_.name, s_, parts, p_.most,
+    const int32_t chunks = NumChunks(s_), tokens = ChunkTokens(s_);
+    EP_RETURN_IF_CUDA_ERROR(LaunchDecide(stream_, {p_.group, p_.name, s_, chunks, p_.most,
                                                    p_.plan.group_sizes, p_.made, at_.decision}));
     EP_RETURN_IF_CUDA_ERROR(RunPass({&at_.decision->whole, p_.plan, 0, s_.tokens, true, false}));
-    for (int32_t part = 0; part < parts; ++part) {
-      const int32_t begin = part * tokens;
-      const TokenPass pass{&at_.decision->parts,
+    for (int32_t chunk = 0; chunk < chunks; ++chunk) {
+      const int32_t begin = chunk * tokens;
+      const TokenPass pass{&at_.decision->chunks,
                            Const(at_.plan),
                            begin,
                            std::min(tokens, s_.tokens - begin),
                            false,
-                           part > 0};
-      EP_RETURN_IF_CUDA_ERROR(PreparePart(pass));
+                           chunk > 0};
+      EP_RETURN_IF_CUDA_ERROR(PrepareChunk(pass));
       EP_RETURN_IF_CUDA_ERROR(RunPass(pass));
     }
     return cudaSuccess;
@@ -202,12 +202,12 @@ class BlockLaunches : private ExpertLaunches {
     }
     EP_RETURN_IF_CUDA_ERROR(SumBiases(rows));
     if (WantsWeightGrads()) {
-      EP_RETURN_IF_CUDA_ERROR(TurnBoth(rows, /*first=*/false));
+      EP_RETURN_IF_CUDA_ERROR(TransposeBoth(rows, /*first=*/false));
       const GroupedGemmParams grad = WeightGrad(rows, /*first=*/false);
       EP_RETURN_IF_CUDA_ERROR(saved && s_.spare > 0
                                   ? CopyBeside(pass, grad, &BlockLaunches::CopyWeights, true)
                                   : Multiply(grad));
-      EP_RETURN_IF_CUDA_ERROR(TurnBoth(rows, /*first=*/true));
+      EP_RETURN_IF_CUDA_ERROR(TransposeBoth(rows, /*first=*/true));
     }
     const GroupedGemmParams grad =
         Product(GemmProduct::kDataGrad, rows, at_.hidden, at_.grads, /*first=*/true);
@@ -295,7 +295,7 @@ class BlockLaunches : private ExpertLaunches {
   const void* TokensOf(const TokenPass& pass, const void* tokens) const {
     return static_cast<const uint8_t*>(tokens) + TokenAt(pass, s_.element_bytes);
   }
-  cudaError_t PreparePart(const TokenPass& pass) {
+  cudaError_t PrepareChunk(const TokenPass& pass) {
     const SlotsParams slots{pass.wanted, p_.topk_idx + SlotAt(pass),
                             p_.plan.dst_rank + SlotAt(pass), pass.tokens * s_.top_k, at_.topk_idx};
     EP_RETURN_IF_CUDA_ERROR(LaunchSlots(stream_, slots));
@@ -420,8 +420,8 @@ class BlockLaunches : private ExpertLaunches {
   }
   const Copies& CopiesOf(bool first) const { return first ? at_.of_first : at_.of_second; }
 
-  cudaError_t TurnBoth(const PassRows& rows, bool first) const {
-    if (!TurnsRows(s_)) return cudaSuccess;
+  cudaError_t TransposeBoth(const PassRows& rows, bool first) const {
+    if (!TransposesRows(s_)) return cudaSuccess;
     const GradOperands from = RowsOfBoth(first);
     const Copies& to = CopiesOf(first);
     EP_RETURN_IF_CUDA_ERROR(Turn(rows, from.lhs, first ? s_.hidden : s_.inner, to.lhs));
@@ -438,7 +438,7 @@ class BlockLaunches : private ExpertLaunches {
   GroupedGemmParams WeightGrad(const PassRows& rows, bool first) const {
     const Copies& copies = CopiesOf(first);
     const GradOperands operands =
-        TurnsRows(s_) ? GradOperands{copies.lhs.data, copies.grads.data} : RowsOfBoth(first);
+        TransposesRows(s_) ? GradOperands{copies.lhs.data, copies.grads.data} : RowsOfBoth(first);
     GroupedGemmParams gemm =
         Product(GemmProduct::kWeightGrad, rows, operands.lhs, first ? p_.dwi : p_.dwo, first);
     gemm.rhs = operands.grads;

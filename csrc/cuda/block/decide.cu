@@ -22,7 +22,7 @@ __global__ void DecideKernel(const __grid_constant__ DecideParams p) {
   const bool made = p.made == nullptr || *p.made != 0;
   const bool kept = made && rows <= p.sizes.kept_rows && p.sizes.kept_rows > 0;
   *p.decision = {whole, !whole, whole && kept, whole && !kept, {0, 0}};
-  if (!whole && p.parts > 1) CountRounds(p.group, BoardIndex(p.name), p.parts - 1);
+  if (!whole && p.chunks > 1) CountRounds(p.group, BoardIndex(p.name), p.chunks - 1);
 }
 
 __global__ void SlotsKernel(const __grid_constant__ SlotsParams p) {

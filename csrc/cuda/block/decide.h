@@ -15,7 +15,7 @@ struct DecideParams {
   DeviceGroup* group;
   CallName name;
   BlockSizes sizes;
-  int32_t parts;
+  int32_t chunks;
   const int32_t* most;         // [1], device: rows of the fullest slab of all ranks
   const int32_t* group_sizes;  // [L], device
   const int32_t* made;         // [1], device, or null: BlockParams::made

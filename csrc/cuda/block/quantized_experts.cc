@@ -96,7 +96,7 @@ cudaError_t QuantizedExperts::Backward(const PassRows& rows) const {
   EP_RETURN_IF_CUDA_ERROR(NeedsWide() ? WideHiddenGrads(rows) : HiddenGrads(rows));
   if (WantsWeightGrads()) {
     EP_RETURN_IF_CUDA_ERROR(
-        TurnBoth(rows, at_.q_tokens, s_.hidden, at_.q_hidden, s_.columns, at_.of_first));
+        TransposeBoth(rows, at_.q_tokens, s_.hidden, at_.q_hidden, s_.columns, at_.of_first));
   }
   return Multiply(DataGrad(rows, at_.q_hidden, at_.grads, /*first=*/true));
 }
@@ -108,7 +108,7 @@ GroupedGemmParams QuantizedExperts::FirstWeightGrad(const PassRows& rows) const 
 cudaError_t QuantizedExperts::SecondWeightGrad(const PassRows& rows) const {
   if (!WantsWeightGrads()) return cudaSuccess;
   EP_RETURN_IF_CUDA_ERROR(
-      TurnBoth(rows, at_.q_inner, s_.inner, at_.q_grads, s_.hidden, at_.of_second));
+      TransposeBoth(rows, at_.q_inner, s_.inner, at_.q_grads, s_.hidden, at_.of_second));
   return Multiply(WeightGrad(rows, at_.q_inner, at_.q_grads, at_.of_second, /*first=*/false));
 }
 
@@ -242,9 +242,9 @@ GroupedGemmParams QuantizedExperts::DataGrad(const PassRows& rows, const Quantiz
 
 // Transposes both operands, because the tensor cores need a contiguous contracted dim. Sums over
 // rows cannot use scales along a row, so block-scaled rows are quantized again.
-cudaError_t QuantizedExperts::TurnBoth(const PassRows& rows, const QuantizedRows& lhs,
-                                       int32_t lhs_width, const QuantizedRows& grads,
-                                       int32_t grads_width, const Copies& copies) const {
+cudaError_t QuantizedExperts::TransposeBoth(const PassRows& rows, const QuantizedRows& lhs,
+                                            int32_t lhs_width, const QuantizedRows& grads,
+                                            int32_t grads_width, const Copies& copies) const {
   EP_RETURN_IF_CUDA_ERROR(Turn(rows, lhs, lhs_width, Fp8Format::kE4M3, copies.lhs));
   return Turn(rows, grads, grads_width, Gradients(), copies.grads);
 }

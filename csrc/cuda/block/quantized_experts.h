@@ -80,11 +80,12 @@ class QuantizedExperts : private ExpertLaunches {
   GroupedGemmParams DataGrad(const PassRows& rows, const QuantizedRows& grads, void* out,
                              bool first) const;
   cudaError_t SecondWeightGrad(const PassRows& rows) const;
-  // Returns a product of the copies that TurnBoth made of the same rows.
+  // Returns a product of the copies that TransposeBoth made of the same rows.
   GroupedGemmParams WeightGrad(const PassRows& rows, const QuantizedRows& lhs,
                                const QuantizedRows& grads, const Copies& copies, bool first) const;
-  cudaError_t TurnBoth(const PassRows& rows, const QuantizedRows& lhs, int32_t lhs_width,
-                       const QuantizedRows& grads, int32_t grads_width, const Copies& copies) const;
+  cudaError_t TransposeBoth(const PassRows& rows, const QuantizedRows& lhs, int32_t lhs_width,
+                            const QuantizedRows& grads, int32_t grads_width,
+                            const Copies& copies) const;
   cudaError_t Turn(const PassRows& rows, const QuantizedRows& from, int32_t width, Fp8Format format,
                    const Copy& to) const;
 };

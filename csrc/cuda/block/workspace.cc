@@ -42,8 +42,8 @@ class Regions {
   int64_t most_ = 0;  // largest end of a region before the last BackTo
 };
 
-void TakePart(const BlockSizes& s, Regions* regions, Workspace* out) {
-  const int64_t tokens = PartTokens(s), slots = tokens * s.top_k;
+void TakeChunk(const BlockSizes& s, Regions* regions, Workspace* out) {
+  const int64_t tokens = ChunkTokens(s), slots = tokens * s.top_k;
   regions->TakeWords(slots, &out->topk_idx);
   regions->TakeWords(slots, &out->plan.dst_rank);
   regions->TakeWords(slots, &out->plan.dst_row);
@@ -93,7 +93,7 @@ int32_t SummedTokens(const BlockSizes& s) {
 void LayOutInnerBwd(const BlockSizes& s, Regions* regions, Workspace* out) {
   const int64_t inner = int64_t{s.inner} * s.element_bytes, copied = TransposedRowsOf(s);
   const int64_t rows = s.rows;
-  if (!TurnsRows(s)) {
+  if (!TransposesRows(s)) {
     regions->Take(rows * inner, &out->inner);
     regions->Take(rows * inner, &out->d_inner);
     return;
@@ -160,7 +160,7 @@ bool ProductActivates(const BlockSizes& s) {
                                           : s.scaling == GemmScaling::kNone && s.element_bytes == 2;
 }
 
-bool TurnsRows(const BlockSizes& s) {
+bool TransposesRows(const BlockSizes& s) {
   return s.scaling == GemmScaling::kNone && s.element_bytes == 4;
 }
 
@@ -168,16 +168,16 @@ int64_t QuantizedRowBytes(const BlockSizes& s) {
   return s.hidden + 4 * Blocks(s.hidden, kScaledValues);
 }
 
-int32_t PartTokens(const BlockSizes& s) {
+int32_t ChunkTokens(const BlockSizes& s) {
   if (s.rows >= s.capacity) return SummedTokens(s);
   // All slots of a token may be rows of one rank, because a token may name an expert twice.
   const int64_t rows = int64_t{s.rows} - int64_t{s.experts} * (s.alignment - 1);
   return std::min(static_cast<int32_t>(rows / (int64_t{s.ranks} * s.top_k)), SummedTokens(s));
 }
 
-int32_t NumParts(const BlockSizes& s) {
+int32_t NumChunks(const BlockSizes& s) {
   if (s.rows >= s.capacity && s.tokens <= SummedTokens(s)) return 0;
-  const int32_t tokens = PartTokens(s);
+  const int32_t tokens = ChunkTokens(s);
   return tokens < 1 ? 0 : (s.tokens + tokens - 1) / tokens;
 }
 
@@ -188,11 +188,11 @@ int64_t TransposedRowsOf(const BlockSizes& s) {
 int64_t LayOut(const BlockSizes& s, bool backward, uint8_t* base, Workspace* out) {
   *out = Workspace{};
   Regions regions(base);
-  const bool parts = NumParts(s) > 0;
+  const bool chunks = NumChunks(s) > 0;
   const auto rows = [&](int64_t width) { return s.rows * width * s.element_bytes; };
-  const bool hidden = backward || (!ProductActivates(s) && (parts || s.kept_rows < s.rows));
+  const bool hidden = backward || (!ProductActivates(s) && (chunks || s.kept_rows < s.rows));
   regions.Take(kDecisionBytes + int64_t{16} * s.experts, &out->decision);
-  if (parts) TakePart(s, &regions, out);
+  if (chunks) TakeChunk(s, &regions, out);
   if (s.spare > 0) TakeSlots(s, backward, &regions, out);
   regions.Take(int64_t{4} * s.rows, &out->weights);
   if (backward) regions.Take(int64_t{4} * s.rows, &out->d_weights);
@@ -204,7 +204,7 @@ int64_t LayOut(const BlockSizes& s, bool backward, uint8_t* base, Workspace* out
   regions.Take(rows(s.hidden), &out->tokens);
   if (backward) regions.Take(rows(s.hidden), &out->grads);
   if (hidden) regions.Take(rows(s.columns), &out->hidden);
-  if (TurnsRows(s)) {
+  if (TransposesRows(s)) {
     regions.Take(int64_t{4} * s.experts * s.columns * s.hidden, &out->weights_32);
   }
   if (backward) {

@@ -47,15 +47,15 @@ bool ProductActivates(const BlockSizes& sizes);
 
 // Returns the tokens of a chunk: so few that no routing brings any rank more than W rows, or more
 // sums than its lane holds. The result is below 1 if W is too small for one token of every rank.
-int32_t PartTokens(const BlockSizes& sizes);
+int32_t ChunkTokens(const BlockSizes& sizes);
 // Returns the largest number of chunks of a call; 0 if every plan's rows fit W and all sums fit a
 // lane.
-int32_t NumParts(const BlockSizes& sizes);
+int32_t NumChunks(const BlockSizes& sizes);
 
 // Flags on the device that decide which launches are wanted.
 struct Decision {
   int32_t whole;        // 1: all ranks' rows fit, so one pass over all tokens
-  int32_t parts;        // 1: rows do not fit, so one pass over each chunk
+  int32_t chunks;       // 1: rows do not fit, so one pass over each chunk
   int32_t kept;         // `whole`, and this rank's rows fit `kept`, which saves the first product
   int32_t again;        // `whole`, but rows do not fit `kept` or forward did not fill it
   uint32_t tickets[2];  // tickets of the gradient product that is running
@@ -63,7 +63,7 @@ struct Decision {
 
 // Whether weight gradients multiply transposed copies of rows that are not quantized: the tensor
 // cores take f32 operands, as tf32, only if the contracted dim is contiguous.
-bool TurnsRows(const BlockSizes& sizes);
+bool TransposesRows(const BlockSizes& sizes);
 
 // Rows, each `width` values, as 8-bit operands.
 struct QuantizedRows {

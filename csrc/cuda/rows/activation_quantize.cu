@@ -63,7 +63,7 @@ struct Source {
 // Pieces that a lane computes in one turn, and their place in a row. Output o of vector u is at
 // index u * kOut + o.
 template <RowType kType, int kUnroll, int kOut>
-struct TurnPieces {
+struct TransposePieces {
   static constexpr int kPieces = kUnroll * kOut;
   int64_t row;  // number among the rows of all slabs
   int first;    // vector of the warp's first lane
@@ -147,7 +147,7 @@ __device__ __forceinline__ float OverRow(const Params& p, int64_t row, Take take
       const int vector = base + u * 32 + lane;
       if (vector < vectors) source[u].Load(p, row, vector);
     }
-    TurnPieces<kType, S::kUnroll, S::kOut> turn;
+    TransposePieces<kType, S::kUnroll, S::kOut> turn;
     turn.row = row;
     turn.first = base;
 #pragma unroll

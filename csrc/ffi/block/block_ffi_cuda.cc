@@ -187,7 +187,7 @@ Status ReadOperands(const CudaCall& call, bool backward, size_t count, BlockPara
   block.scaling = static_cast<cuda::GemmScaling>(call.attributes.scaling);
   block.lane_rows = params->room.rows;
   EP_RETURN_IF_ERROR(ReadCopies(experts.copies, call.context.group->sizes(), params));
-  if (block.spare > 0 && cuda::block::NumParts(block) > 0) {
+  if (block.spare > 0 && cuda::block::NumChunks(block) > 0) {
     return experts.copies.MustBe("[0, 0] where rows may not fit the workspace");
   }
   block.packed = packed;
@@ -221,7 +221,7 @@ Status ReadKept(const Operand& kept, DataType type, BlockParams* params) {
 
 Status ReadWorkspace(const Operand& workspace, bool backward, BlockParams* params) {
   const cuda::block::BlockSizes& sizes = params->sizes;
-  if (sizes.rows < sizes.capacity && cuda::block::PartTokens(sizes) < 1) {
+  if (sizes.rows < sizes.capacity && cuda::block::ChunkTokens(sizes) < 1) {
     return workspace.MustBe("of more than rows=" + std::to_string(sizes.rows) +
                             " rows: not one token of every rank fits");
   }

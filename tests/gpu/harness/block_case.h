@@ -115,12 +115,12 @@ class BlockCase {
   }
 
   // Tokens of a chunk, if a call runs in chunks.
-  int PartTokens() const { return ec::block::PartTokens(Sizes()); }
+  int ChunkTokens() const { return ec::block::ChunkTokens(Sizes()); }
   // Runs only the first chunk of a call, like a rank that dies in the second.
   void ForwardFirstPart(int r) {
     world_.Use(r);
     ec::BlockParams block = Params(r, {false});
-    block.sizes.tokens = PartTokens();
+    block.sizes.tokens = ChunkTokens();
     CHECK_CUDA(ec::LaunchBlock(world_.stream(r), block));
   }
 

@@ -40,7 +40,7 @@ def supports(values: jax.Array, places: jax.Array, *, moves: bool = False) -> bo
     )
 
 
-def takes_scaled(dtype: Any, data: jax.Array, places: jax.Array) -> bool:
+def supports_scaled(dtype: Any, data: jax.Array, places: jax.Array) -> bool:
     """Whether `summed_scaled` supports data [rows, H] and their indices, lowered for a GPU."""
     limits = max(places.size, data.shape[0]) < 2**31 and data.size > 0 and places.size > 0
     multiple = kernels_serve.CONVERTED_MULTIPLE

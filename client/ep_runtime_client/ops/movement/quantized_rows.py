@@ -19,7 +19,7 @@ from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.quantize.row_bytes import row_bytes
 
 
-def refused(recipe: Recipe, group: GroupSpec) -> str:
+def unsupported_reason(recipe: Recipe, group: GroupSpec) -> str:
     """Returns why rows of a group cannot be quantized before they are sent; "" if they can."""
     form = format_of(recipe)
     if not recipe.quantizes:
@@ -44,7 +44,7 @@ def refused(recipe: Recipe, group: GroupSpec) -> str:
 def check(group: GroupSpec, recipe: Any, tokens: Any) -> None:
     """Raises InvalidArgumentError unless `recipe` can quantize `tokens` before they are sent."""
     check_recipe(recipe, " or None")
-    why = refused(recipe, group)
+    why = unsupported_reason(recipe, group)
     if why:
         raise InvalidArgumentError(
             f"recipe {recipe} cannot quantize rows before they are sent: {why}", argument="recipe"

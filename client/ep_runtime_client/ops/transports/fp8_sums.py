@@ -34,14 +34,14 @@ class ScaledRows(NamedTuple):
     scale: jax.Array
 
 
-def takes(sums: jax.Array) -> bool:
+def supports(sums: jax.Array) -> bool:
     """Whether kernels can quantize sums [R, H], lowered for a GPU."""
     return kernels.supports(sums[None], _one_group(sums))
 
 
 def scaled(sums: jax.Array) -> ScaledRows:
     """Quantizes sums [R, H] to data [R, H] and scales, with GPU kernels if supported."""
-    made = either(takes(sums), _by_kernel, _plain, sums)
+    made = either(supports(sums), _by_kernel, _plain, sums)
     return ScaledRows(*made)
 
 

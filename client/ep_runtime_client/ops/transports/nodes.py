@@ -194,7 +194,7 @@ def _sums_of_nodes(
 def dispatch(
     at: DeviceCall, tokens: jax.Array, weights: jax.Array | None, plan: NodePlanArrays
 ) -> tuple[jax.Array, jax.Array]:
-    if rails.takes(at.call, tokens, tokens.shape[0]):
+    if rails.supports(at.call, tokens, tokens.shape[0]):
         return rails.dispatch(at, tokens, weights, plan)
     sent = (tokens,) if weights is None else (tokens, weights)
     arrived = to_nodes(at.call, plan, *sent)
@@ -206,7 +206,7 @@ def combine(
     at: DeviceCall, expert_out: jax.Array, weights: jax.Array | None, plan: NodePlanArrays
 ) -> jax.Array:
     call, dtype = at.call, expert_out.dtype
-    if rails.takes(call, expert_out, plan.dst_rank.shape[0], sums=True):
+    if rails.supports(call, expert_out, plan.dst_rank.shape[0], sums=True):
         return rails.combine(at, expert_out, weights, plan)
     way = functools.partial(windows.combine, at, expert_out, weights)
     sums = _by_node(call, plan, lambda part: way(part, partial_dtype(call, dtype)))
@@ -223,7 +223,7 @@ def dispatch_bwd(
     at: DeviceCall, d_recv: jax.Array, d_weights: jax.Array, plan: NodePlanArrays
 ) -> tuple[jax.Array, jax.Array]:
     call, dtype = at.call, d_recv.dtype
-    if rails.takes(call, d_recv, plan.dst_rank.shape[0], sums=True):
+    if rails.supports(call, d_recv, plan.dst_rank.shape[0], sums=True):
         return rails.dispatch_bwd(at, d_recv, d_weights, plan)
     way = functools.partial(windows.dispatch_bwd, at, d_recv, d_weights)
     d_tokens, d_slots = _by_node(call, plan, lambda part: way(part, partial_dtype(call, dtype)))
@@ -263,7 +263,7 @@ def combine_bwd(
     plan: NodePlanArrays,
 ) -> tuple[jax.Array, jax.Array | None]:
     plain = expert_out is None and weights is None
-    if rails.takes(at.call, grad, grad.shape[0]) and (plain or grad.dtype in FLOATS):
+    if rails.supports(at.call, grad, grad.shape[0]) and (plain or grad.dtype in FLOATS):
         return rails.combine_bwd(at, grad, expert_out, weights, plan)
     (arrived,) = to_nodes(at.call, plan, grad)
     return windows.combine_bwd(at, arrived, expert_out, weights, plan.inside)
@@ -299,7 +299,7 @@ def sum_scaled(rows: ScaledRows, slot_row: jax.Array, dtype: Any) -> jax.Array:
     def plain(data: jax.Array, scale: jax.Array, slot_row: jax.Array) -> jax.Array:
         return _summed(dtype, fp8_sums.values(ScaledRows(data, scale)), slot_row)
 
-    served = kernels.takes_scaled(dtype, rows.data, slot_row)
+    served = kernels.supports_scaled(dtype, rows.data, slot_row)
     by_kernel = functools.partial(kernels.summed_scaled, dtype)
     return either(served, by_kernel, plain, *rows, slot_row)
 

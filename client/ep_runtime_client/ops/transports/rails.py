@@ -54,7 +54,7 @@ def plans(call: Call, topk_idx: jax.Array) -> bool:
     )
 
 
-def takes(call: Call, rows: jax.Array, tokens: int, *, sums: bool = False) -> bool:
+def supports(call: Call, rows: jax.Array, tokens: int, *, sums: bool = False) -> bool:
     """Whether these calls move rows [.., H] of `tokens` tokens; `sums`: whether they are summed."""
     group = call.group
     kind = rows.dtype
@@ -63,7 +63,7 @@ def takes(call: Call, rows: jax.Array, tokens: int, *, sums: bool = False) -> bo
     if sums and group.combine_precision == "exact":
         right = kind == jnp.float32
     if sums and group.combine_precision == "fp8":
-        right = right and fp8_sums.takes(rows)
+        right = right and fp8_sums.supports(rows)
     return bool(
         right
         and group.transport == "nccl"
