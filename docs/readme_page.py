@@ -25,5 +25,5 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """What leads to ../README.md in a checkout leads to the page."""
+    """Turns links to ../README.md of a checkout into links to the page."""
     return re.sub(r"\]\(((?:\.\./)*)\.\./README\.md", rf"](\1{PAGE}", markdown)

@@ -283,7 +283,9 @@ Loss after 200 steps with sums sent in 8 bits (and exact): bf16 1.394 (1.384), f
 
 
 def load() -> list[Row]:
-    """Rows of all files, each with what its file says of the run; older ones first."""
+    """Returns rows of all files, each with its file's facts about the run; older
+    rows come first.
+    """
     files = [json.loads(path.read_text("utf-8")) for path in sorted(DOCS.glob("results/*.json"))]
     rows: list[Row] = []
     for run in sorted(files, key=lambda run: str(run["date"])):
@@ -297,7 +299,7 @@ def load() -> list[Row]:
 
 
 def _completed(row: Row, rows: list[Row]) -> Row:
-    """With `ms`, a peer's `faster`, and `of_plain` of a recipe: from rows of the same run."""
+    """Adds `ms`, a peer's `faster`, and a recipe's `of_plain`, from rows of the same run."""
     subject = row.get("subject") or row.get("transport") or ""
     made = {**row, "by": _by(subject), "ms": _ms(row)}
     made["what"] = f"{_thing(row)}, {'step' if row['bench'] == 'train' else 'layer'}"
@@ -313,7 +315,7 @@ def _completed(row: Row, rows: list[Row]) -> Row:
 
 
 def _by(subject: str) -> str:
-    """The subject with the name that readers know, followed by its settings."""
+    """Returns the subject's name on the page, followed by its settings."""
     name = next((name for name in BY if subject.startswith(name)), "")
     return f"{BY.get(name, '')}{subject.removeprefix(name)}"
 

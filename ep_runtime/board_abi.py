@@ -34,7 +34,7 @@ class PoisonReason(enum.IntEnum):
 
 
 class OpCode(enum.IntEnum):
-    """Operations that calls run."""
+    """Operations of calls."""
 
     NONE = 0
     PREPARE = 1

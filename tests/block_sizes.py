@@ -1,4 +1,4 @@
-"""Sizes of layers, drawn at random, whose block calls tests compare."""
+"""Draws random sizes of layers for tests that compare block calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same program by other ways than `ep.moe` takes: another body, and public ops in a row."""
+"""Runs the program of `ep.moe` in other ways: with another body, or as public ops in a row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ep_runtime_client.ops.quantize.formats.tiles import from_bits, spread_tiles
 
 
 class Emulated:
-    """A body that has a workspace, as kernels do, of the ops that they stand for.
+    """Composes the public ops into a body that has a workspace, as the kernels do.
 
     It saves rows of the first product alone, and makes the others again. Packed rows it widens, and
     quantizes again where they arrive: to the same values by scales that are powers of two.
@@ -65,7 +65,7 @@ def _all_saved(static: Any) -> Any:
 
 
 def _widened(static: Any, rows: Any, *, gradient: bool = False) -> Any:
-    """Rows [T, H] as the values that they stand for, if they came packed."""
+    """Returns rows [T, H] as the values they encode, if they arrive packed."""
     if rows.dtype != jnp.uint8:
         return rows
     hidden = static.moved.group.hidden_size
@@ -76,7 +76,7 @@ def _widened(static: Any, rows: Any, *, gradient: bool = False) -> Any:
 
 
 class Ways:
-    """Switches the way that programs take which are traced from here on."""
+    """Switches the way taken by programs that are traced from now on."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._patch, self._forced = patch, contextlib.ExitStack()
@@ -84,17 +84,17 @@ class Ways:
         self._run, self._unsupported = moe_call.run, bodies.unsupported
 
     def by_ops(self) -> None:
-        """Every program is one of public ops, with their gradients."""
+        """Programs consist of public ops, with their gradients."""
         self.as_users()
         self._patch.setattr(moe_call, "run", by_ops)
 
     def body(self, name: str) -> None:
-        """Programs take a body by its name."""
+        """Programs take the body of that name."""
         self.as_users()
         self._forced.enter_context(bodies.forced(name))
 
     def emulated(self) -> None:
-        """Programs take a body with a workspace wherever the kernels could."""
+        """Programs take a body with a workspace wherever kernels would be possible."""
         self.as_users()
         self._patch.setitem(bodies.BODIES, "cuda", Emulated)
         self._patch.setattr(cuda_nodes, "cuda", Emulated)
@@ -110,13 +110,15 @@ class Ways:
         self._patch.setattr(bodies, "unsupported", unsupported)
 
     def as_users(self) -> None:
-        """Programs take what `ep.moe` chooses."""
+        """Programs take the way that `ep.moe` chooses."""
         self._forced.close()
         self._patch.setattr(moe_call, "run", self._run)
         self._patch.setattr(bodies, "unsupported", self._unsupported)
 
     def both(self, run: Callable[..., Any], *operands: Any) -> tuple[Any, Any]:
-        """What `run` gives by public ops, and by the way that `taken` switches to; compiled."""
+        """Runs `run`, compiled, by public ops and by the way that `taken` switches to; returns
+        both.
+        """
         self.by_ops()
         want = jax.device_get(jax.jit(lambda *x: run(*x))(*operands))
         self.taken()
@@ -126,7 +128,7 @@ class Ways:
 def by_ops(
     layer: Any, block: Any, moved: Any, params: Any, weighted: str, kept: Any, body: str, state: Any
 ) -> Any:
-    """As `moe_call.run`."""
+    """Has the arguments and results of `moe_call.run`."""
     dispatched = ep.dispatch(
         layer,
         moved.tokens,
@@ -170,7 +172,7 @@ def by_ops(
 
 
 def assert_close(got: Any, want: Any, atol: float = 2e-6) -> None:
-    """Integers are `want`'s; floats too, within `atol` of an array's largest value."""
+    """Integers equal `want` exactly; floats within `atol` of the array's largest value."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert mine.dtype == theirs.dtype

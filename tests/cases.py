@@ -57,12 +57,14 @@ class Case:
     precision: str = "exact"
 
     def tolerance(self, of_dtype: dict[str, float]) -> float:
-        """Of sums of its dtype; of 8-bit ones half a unit of e4m3's last place, 2^-4."""
+        """The tolerance of sums in its dtype; for 8-bit sums half a unit of e4m3's last place,
+        2^-4.
+        """
         return 2.0**-4 if self.precision == "fp8" else of_dtype[self.dtype]
 
     @property
     def group_name(self) -> str:
-        """The case's name, in characters that a group may have."""
+        """The case's name, in characters that group names may have."""
         return re.sub(r"\W+", "-", self.name)
 
     @property
@@ -124,7 +126,7 @@ CASES = (
 
 
 def fitted(case: Case, devices: int) -> Case:
-    """The case on that many devices: its longest axis shrinks."""
+    """Shrinks the case's longest axis so that it fits that many devices."""
     sizes = dict(case.axes)
     while int(np.prod([*sizes.values()])) > devices:
         longest = max(sizes, key=lambda axis: sizes[axis])

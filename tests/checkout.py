@@ -1,5 +1,5 @@
-"""Ends pytest, when imported, where a package would not come from what is to be tested; processes
-that tests start import the same packages, and modules of this folder.
+"""Ends pytest, when imported, if a package would not come from this checkout. Processes that tests
+start import the same packages, and modules of this folder.
 
 With this checkout on the path, which pytest's own `pythonpath` puts there, it is what is tested: an
 editable install of another one would come before it. Without, it is the wheel that this interpreter
@@ -42,7 +42,7 @@ def _check() -> None:
                 "To test an installed wheel: python -P -m pytest -o pythonpath=tests"
             )
         path.append(str(origin))
-    # What is on it already stays, behind: packages that ours need may be installed there.
+    # Other entries of the path stay behind ours, because our dependencies may be installed there.
     path += [str(ROOT / "tests"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, path)))
 

@@ -1,4 +1,4 @@
-"""Python programs in processes of their own: some run to their end, with others a test talks."""
+"""Runs Python programs in separate processes: some run to their end, others exchange lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import guardian
 import pytest
 
-TALK_S = 120.0  # of processes, most of which start JAX, several at once
+TALK_S = 120.0  # for processes, several of which may start JAX at once
 
 
 def command(*words: object) -> list[str]:
@@ -61,7 +61,7 @@ def run_python(*words: object, **how: Any) -> subprocess.CompletedProcess[str]:
     return run_to_end(sys.executable, "-P", *words, **how)
 
 
-# JAX takes seconds of a core to import.
+# JAX takes seconds of processor time to import.
 WITHOUT_JAX = """
 import json, os, signal, sys
 import ep_runtime as ep
@@ -89,7 +89,7 @@ ARGUMENTS = dict(ep_axis="ep", num_experts=8, hidden_size=16, max_tokens_per_ran
 
 
 class Talker:
-    """A process that says JSON lines to a test and hears some from it.
+    """A process that sends JSON lines to a test and reads lines from it.
 
     Args:
         name: the process in messages.
@@ -108,8 +108,8 @@ class Talker:
         return self._process.poll() is not None
 
     def heard(self, within_s: float = TALK_S) -> Any:
-        """The next line that the process says."""
-        # Read from the descriptor: lines in a reader's buffer are none that poll() tells of.
+        """Returns the next line that the process sends."""
+        # Read from the descriptor, because poll() does not see lines in a reader's buffer.
         poll = select.poll()
         poll.register(self._said, select.POLLIN)
         deadline = time.monotonic() + within_s
@@ -123,7 +123,7 @@ class Talker:
         return json.loads(line)
 
     def silent(self) -> bool:
-        """True if the process has said nothing since."""
+        """Whether the process has sent nothing since the last line."""
         poll = select.poll()
         poll.register(self._said, select.POLLIN)
         return not self._heard and not poll.poll(0)
@@ -134,22 +134,24 @@ class Talker:
         self._process.stdin.flush()
 
     def kill(self) -> None:
-        """SIGKILL, and waits until the process is gone."""
+        """Sends SIGKILL, and waits until the process has ended."""
         self._process.kill()
         assert self._process.wait(TALK_S) == -signal.SIGKILL
 
     def finish(self, within_s: float = TALK_S) -> int:
-        """Waits for the process's own end; its exit code."""
+        """Waits until the process ends; returns its exit code."""
         self._hang_up()
         return self._process.wait(within_s)
 
     def end(self) -> None:
-        """Lets the process go on from where it hears, to its end, with exit code 0."""
+        """Lets the process continue from where it waits for a line; it must end
+        with exit code 0.
+        """
         self.tell()
         assert self.finish() == 0
 
     def close(self) -> None:
-        """Ends the process whatever it does, for teardown."""
+        """Ends the process in any state, for teardown."""
         if not self.ended:
             self._process.kill()
             self._process.wait(TALK_S)
@@ -162,7 +164,7 @@ class Talker:
 
 
 class Program(Talker):
-    """A Python program in a process of its own."""
+    """A Python program in a separate process."""
 
     def __init__(self, text: str, *, prologue: str = PROLOGUE, **environment: str) -> None:
         said, theirs = os.pipe()
@@ -176,7 +178,7 @@ class Program(Talker):
         super().__init__("the program", process, said)
 
     def ended_within(self, seconds: float) -> bool:
-        """Waits for the program's end, at most that long."""
+        """Waits at most `seconds` for the program's end."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -189,7 +191,7 @@ Start = Callable[..., Program]  # the fixture `run_program`
 
 @pytest.fixture
 def run_program() -> Iterator[Start]:
-    """Starts programs; none outlives the test."""
+    """Starts programs; all of them end with the test."""
     started: list[Program] = []
 
     def start(text: str, *, prologue: str = PROLOGUE, **environment: str) -> Program:

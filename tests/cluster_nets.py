@@ -1,4 +1,4 @@
-"""Two hosts in network namespaces of their own, and a link between them that is cut and mended."""
+"""Two hosts in separate network namespaces, and a link between them that tests cut and mend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import guardian
 import pytest
 
 HOSTS = {"a": "10.77.0.1", "b": "10.77.0.2"}
-# `ip netns exec NAME` shows what lies in here, in NAME, as /etc.
+# `ip netns exec NAME` mounts the files of this folder's NAME over /etc.
 _ETC = Path("/etc/netns")
 _CABLE = Path(__file__).with_name("lossy_link.py")
 _numbers = itertools.count(1)
@@ -26,7 +26,7 @@ def ip(*words: str) -> None:
 
 
 class Net:
-    """Two hosts, a and b, as the kernel sees them."""
+    """Two hosts, a and b, as separate network namespaces."""
 
     def __init__(self) -> None:
         prefix = f"ept{os.getpid()}n{next(_numbers)}"
@@ -51,7 +51,9 @@ class Net:
 
     @staticmethod
     def _name_ourselves(name: str, address: str) -> None:
-        """The host's own name means its address there: who listens for others looks it up."""
+        """Resolves the host's name to its address: servers that listen for other
+        hosts look it up.
+        """
         etc = _ETC / name
         etc.mkdir(parents=True)
         (etc / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
@@ -60,14 +62,14 @@ class Net:
         return ["ip", "netns", "exec", self.names[host]]
 
     def cut(self) -> None:
-        """The cable is out at b: a's packets vanish and nobody tells a."""
+        """Pulls the cable at b: packets from a vanish, and a gets no error."""
         ip("-n", self.names["b"], "link", "set", "eth", "down")
 
     def mend(self) -> None:
         ip("-n", self.names["b"], "link", "set", "eth", "up")
 
     def close(self) -> None:
-        """Also of what was made in part."""
+        """Also removes hosts that were made only in part."""
         for name in self.names.values():
             shutil.rmtree(_ETC / name, ignore_errors=True)
             if Path("/run/netns", name).exists():
@@ -75,7 +77,7 @@ class Net:
 
 
 class LossyNet(Net):
-    """Two hosts whose cable loses and delays packets, each way as it is told."""
+    """Two hosts whose cable loses and delays packets, separately in each direction."""
 
     def __init__(self) -> None:
         self._cable: subprocess.Popen[str] | None = None
@@ -98,7 +100,7 @@ class LossyNet(Net):
             raise OSError(f"no cable: it ended with {self._cable.wait(10)}")
 
     def now(self, **faults: dict[str, float]) -> None:
-        """What happens to packets of each host: now(a={"lost": 0.3, "late_s": 0.2}, b={})."""
+        """Sets what happens to each host's packets: now(a={"lost": 0.3, "late_s": 0.2}, b={})."""
         assert self._cable is not None
         assert self._cable.stdin is not None
         self._cable.stdin.write(json.dumps({"a": {}, "b": {}, **faults}) + "\n")

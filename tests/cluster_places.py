@@ -15,7 +15,7 @@ from unittest import mock
 
 from ep_runtime_client.daemons import certificates
 
-PORT = 7700  # below the ports that the system gives to whoever asks for none
+PORT = 7700  # below the ports that the system assigns automatically
 _numbers = itertools.count(1)
 
 
@@ -29,7 +29,7 @@ def loopback() -> str:
 
 
 def place() -> str:
-    """HOST:PORT of a daemon's own."""
+    """Returns HOST:PORT that only this daemon uses."""
     return f"{loopback()}:{PORT}"
 
 

@@ -36,7 +36,7 @@ _NAME = re.compile(rf'(@{TARGET}.*?backend_config) = "[0-9a-f]+"')
 
 
 def unnamed(lowered: str) -> str:
-    """The text of a program before partitioning, without what names its rules and settings.
+    """Returns a program's text before partitioning, without names of its rules and settings.
 
     Programs that are the same then, and whose rules are told the same, are the same compiled.
     """

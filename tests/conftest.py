@@ -1,4 +1,4 @@
-"""Eight CPU devices for every test of this process, and nothing left behind by one test."""
+"""Gives every test eight CPU devices, and cleans up after each test."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 # Before the CPU backend starts: jaxlib below 0.12 takes its thread pool's size from here.
 os.environ.setdefault("PJRT_NPROC", "32")
-# Programs mean the same without LLVM's expensive passes and compile in two thirds of the time, in
-# the processes that tests start as well. CI's pass on the newest JAX sets 0: what users run.
+# Without LLVM's expensive passes programs compute the same and compile in two thirds of the time.
+# This holds for processes that tests start, too. CI's run on the newest JAX sets 0, as users have
+# it.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
-# Where a shell started the tests in the background it left Ctrl-C ignored, for children too.
+# A shell that starts the tests in the background makes them, and their children, ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -29,17 +30,17 @@ from harness import daemon_process, restarted  # noqa: F401 - likewise
 from jax._src import compiler
 from jax.experimental.compilation_cache import compilation_cache
 
-# Fusions go to LLVM without passes of MLIR before it, in which XLA spent a third of the tests'
-# time. Newer ones have no such choice, and end a process that asks for it.
+# Fusions go to LLVM without earlier passes of MLIR, in which XLA spent a third of the tests' time.
+# Newer XLA does not know the flag, and ends a process that sets it.
 _FUSION = "xla_cpu_use_fusion_emitters"
 _CHOOSES_FUSION = jax.__version_info__ < (0, 11)
-# Programs are made in one part: in as many as cores they take a tenth more, and tests fill those.
+# Programs compile as one part, because one part per core takes a tenth longer: tests use all cores.
 _FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
 if _CHOOSES_FUSION and os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1":
     _FLAGS += [f"--{_FUSION}=false"]
 os.environ["XLA_FLAGS"] = " ".join([*_FLAGS, os.environ.get("XLA_FLAGS", "")])
 
-# Of who runs the tests; none is for the daemons and jobs that tests start.
+# Variables of the person who runs the tests; daemons and jobs of tests must not see them.
 for _name in ("EP_RUNTIME_ADDRESS", "EP_RUNTIME_JOB", "EP_RUNTIME_DEBUG", "SLURM_JOB_ID"):
     os.environ.pop(_name, None)
 
@@ -48,12 +49,12 @@ if TYPE_CHECKING:
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-# A broken product fails in the first folders; the others run after these, the last ones at the end.
+# Order: the first folders fail early if the product is broken; the last entries run last.
 _FIRST = ("core", "ops", "csrc", "modes", "modules", "client", "server")
 _LAST = ("training", "multiprocess", "demo", "bench")
 _BY_COMMAND = ("slow", "transformers", "integrations")
-# `--once` keeps every value of these: where things lie and who moves them is what JAX's releases
-# change, and a page is a program of its own.
+# `--once` keeps every value of these parameters. JAX's releases change layouts and collectives, and
+# each page is its own program.
 _KEPT = ["explicit", "kind", "lead", "manual", "mesh", "name", "partitioning", "row", "transport"]
 _KEPT += ["page"]
 _DOSE_S = 12 * 3600
@@ -75,7 +76,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Without -m runs the quick tier, or all of what a path or -k names."""
+    """Without -m, runs the quick tier, or all tests that a path or -k names."""
     if not config.option.markexpr:
         named = config.args_source is pytest.Config.ArgsSource.ARGS or config.option.keyword
         config.option.markexpr = "full" if named else "quick"
@@ -89,7 +90,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("full")
 
 
-@pytest.hookimpl(trylast=True)  # of the tests that the marks leave
+@pytest.hookimpl(trylast=True)  # of the tests that -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--once"):
         first = {_what_is_run_once(item): item for item in reversed(items)}
@@ -98,16 +99,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if id(item) in chosen]
     items.sort(key=_place)
     if config.getoption("--dose") != "ci":
-        for item in items:  # in the place of limits for the dose of CI
+        for item in items:  # replaces the limits for CI's dose
             item.add_marker(pytest.mark.timeout(_DOSE_S), append=False)
 
 
 def pytest_collection_finish() -> None:
-    """Tests leave little garbage, and what was imported and collected by now is none: to look for
-    it every 700 objects, in all that JAX keeps, takes a tenth of the time."""
+    """Collects garbage less often: tests leave little, and searching all objects that JAX keeps
+    takes a tenth of the time.
+    """
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
-    # The gate's cache is for this process. Those that tests start are stopped while they compile.
+    # The gate's cache is only for this process: processes of tests are killed while they compile.
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 
@@ -125,21 +127,21 @@ def _what_is_run_once(item: pytest.Item) -> tuple[str, ...]:
 
 @pytest.fixture
 def forgotten() -> Iterator[None]:
-    """What a test traces under patches, as on GPUs, is for no other test."""
+    """Forgets programs that a test traced under patches, so that no other test uses them."""
     yield
     jax.clear_caches()
 
 
 @pytest.fixture
 def dose(request: pytest.FixtureRequest) -> int:
-    """How often the test repeats its fault: `--dose` chooses between the numbers of its mark."""
+    """How often the test repeats its fault: `--dose` picks one of the numbers in its mark."""
     doses: dict[str, int] = request.node.get_closest_marker("doses").kwargs
     chosen = request.config.getoption("--dose")
     return doses[chosen] if chosen in doses else min(doses["full"], int(chosen))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Prints what tests measured at doses other than CI's."""
+    """Prints the figures of tests that ran at doses other than CI's."""
     if config.getoption("--dose") != "ci":
         for report in terminalreporter.getreports("passed"):
             for name, value in report.user_properties:
@@ -147,13 +149,13 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def on_nodes(*sizes: int) -> list[Any]:
-    """Transport memfd on nodes of so many ranks, as `make_group` takes it."""
+    """Transport memfd on nodes of that many ranks, in the form that `make_group` takes."""
     return [pytest.param(f"memfd/{size}", marks=pytest.mark.slow) for size in sizes]
 
 
 @pytest.fixture
 def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Programs compile as users' do, for tests of what optimizing might change: bits."""
+    """Compiles programs as users do, for tests of bits that optimization might change."""
     given = compiler.get_compile_options
 
     def options_of_users(*args: Any, **more: Any) -> Any:
@@ -165,7 +167,7 @@ def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     name = "jax_disable_most_optimizations"
     before = jax.config.read(name)
     jax.config.update(name, False)
-    jax.clear_caches()  # of single ops too
+    jax.clear_caches()  # also for single ops
     yield
     jax.config.update(name, before)
     jax.clear_caches()
@@ -186,7 +188,7 @@ def uncached() -> Iterator[None]:
 
 @pytest.fixture
 def ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ways]:
-    """Ways of `ep.moe`: programs traced in this test take the one that it asks for."""
+    """Lets a test choose the way of `ep.moe` for the programs that it traces."""
     from block_ways import Ways
 
     made = Ways(monkeypatch)
@@ -202,7 +204,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def make_group() -> Iterator[fakes.MakeGroup]:
-    """`fakes.local_group` whose groups are closed after the test.
+    """Like `fakes.local_group`, but closes the groups after the test.
 
     transport="memfd/2" is "memfd" on nodes of 2 ranks, or of 1 where that does not divide.
     """

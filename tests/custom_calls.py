@@ -1,4 +1,4 @@
-"""How often a program runs our custom calls: as JAX traced it, and as XLA compiled it.
+"""Counts our custom calls in a program: as JAX traced it, and as XLA compiled it.
 
 The two must agree: a call more is work done twice, a call less is a call merged with another one
 or dropped. Calls are told apart by their target: what XLA's partitioner spreads is traced with
@@ -18,7 +18,7 @@ from jax.extend import core
 
 from ep_runtime_client.ops.tracing import scopes
 
-Calls = Counter[str]  # target: times that a device runs it
+Calls = Counter[str]  # target: how often a device runs it
 
 _OURS = "ep_"
 _TARGET = re.compile(r'custom_call_target="(ep_\w+)"')
@@ -26,12 +26,12 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
-# These name again what their start calls.
+# These ops repeat the name of the call that they belong to.
 _ENDS = ("async-update", "async-done")
 
 
 def traced(jaxpr: Any, platform: str) -> Calls:
-    """The calls of a jaxpr whose program is lowered for `platform`, "cpu" or "cuda".
+    """Counts the calls of a jaxpr whose program is lowered for `platform`, "cpu" or "cuda".
 
     What nothing uses has to be left out of it, as `jax.jit` does.
     """
@@ -42,7 +42,7 @@ def traced(jaxpr: Any, platform: str) -> Calls:
 
 
 def unheld(jaxpr: Any, platform: str) -> set[str]:
-    """Targets of calls whose results something else than an optimization barrier takes."""
+    """Returns targets of calls whose results anything but an optimization barrier reads."""
     found = set()
     for _, around, eqn in _calls_in(jaxpr, platform):
         results = {*eqn.outvars}
@@ -54,19 +54,19 @@ def unheld(jaxpr: Any, platform: str) -> set[str]:
 
 
 def compiled(text: str) -> Calls:
-    """The calls of a compiled module."""
+    """Counts the calls of a compiled module."""
     return _calls_of(hlo_scan.computations(text), hlo_scan.entry_name(text), {})
 
 
 def without_scope(text: str) -> list[str]:
-    """The op names of calls of a compiled module that no profile shows as part of an op of ours."""
+    """Returns op names of calls that no profile would show as part of one of our ops."""
     lines = [line for line in text.splitlines() if _TARGET.search(line)]
     names = [found[1] if (found := _OP_NAME.search(line)) else line for line in lines]
     return [name for name in names if scopes.innermost(name) is None]
 
 
 def differences(before: Calls, after: Calls) -> list[str]:
-    """A line for each call that is not run as often as it was traced."""
+    """Returns a line for each call that runs more or less often than it was traced."""
     return [
         f"{key}: {before[key]} traced, {after[key]} compiled"
         for key in sorted({*before, *after})
@@ -75,7 +75,7 @@ def differences(before: Calls, after: Calls) -> list[str]:
 
 
 def _calls_in(jaxpr: Any, platform: str, times: int = 1) -> Iterator[tuple[int, core.Jaxpr, Any]]:
-    """(how often, the jaxpr around, equation) of each call of ours."""
+    """Yields (count, enclosing jaxpr, equation) for each of our calls."""
     around = _inside(jaxpr)
     for eqn in around.eqns:
         name, params = eqn.primitive.name, eqn.params
@@ -84,8 +84,8 @@ def _calls_in(jaxpr: Any, platform: str, times: int = 1) -> Iterator[tuple[int, 
         elif name == "cond" and params.get("branches_platforms"):
             yield from _calls_in(_branch_of(params, platform), platform, times)
         elif name == "ep_partitioned":
-            # A rule shows whole arrays; a device's blocks are those of its shard_map, as long as no
-            # weight lies over more axes than ep.
+            # A rule shows whole arrays. A device's blocks are those of its shard_map, as long as
+            # weights are sharded over ep only.
             given = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
             mapped = jax.make_jaxpr(params["mapped"])(*given)
             yield from _calls_in(mapped, platform, times)
@@ -126,7 +126,7 @@ def _calls_of(
 
 
 def _branch_of(params: dict[str, Any], platform: str) -> Any:
-    """The branch that a platform takes; None stands for all that are not named."""
+    """Returns the branch for a platform; None stands for all platforms without a branch."""
     for names, branch in zip(params["branches_platforms"], params["branches"], strict=True):
         if names is None or platform in names:
             return branch

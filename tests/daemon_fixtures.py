@@ -1,4 +1,4 @@
-"""Fixtures around a real daemon, for tests of client and command line. Every wait is bounded."""
+"""Fixtures that start a real daemon for tests of client and command line; waits are bounded."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ WAIT_S = 60.0
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """A socket directory: pytest's own are too long for a socket's name."""
+    """Makes a socket directory, because pytest's own are too long for a socket's name."""
     path = Path(tempfile.mkdtemp(prefix="ept-"))
     yield path
     shutil.rmtree(path)
 
 
 def start_daemon(directory: Path, *options: str) -> runtime.Child:
-    """A daemon that answers."""
+    """Returns a daemon that already answers."""
     child = runtime.Child.start(directory, ["--max-host-bytes", "1G", *options])
     guardian.protect(child.pid)
     child.wait_ready(READY_TIMEOUT_S)
@@ -40,7 +40,7 @@ def start_daemon(directory: Path, *options: str) -> runtime.Child:
 
 @pytest.fixture
 def daemon(directory: Path) -> Iterator[runtime.Child]:
-    """A running daemon; it must still end well after the test."""
+    """A running daemon; after the test it must still exit cleanly."""
     child = start_daemon(directory)
     yield child
     code = child.stop()
@@ -60,7 +60,7 @@ def admin(address: str) -> Iterator[source.Source]:
 
 
 def wait_until(condition: Callable[[], Any], what: str) -> Any:
-    """The first true value of `condition`; fails after WAIT_S."""
+    """Returns the first true value of `condition`; fails after WAIT_S."""
     deadline = time.monotonic() + WAIT_S
     pause = threading.Event()
     while True:

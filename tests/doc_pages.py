@@ -1,4 +1,4 @@
-"""README.md and docs/ as tests read them: pages, their fenced blocks, their tables.
+"""Parses README.md and docs/ for tests: pages, their fenced blocks, their tables.
 
 HTML comments in the lines before a fence say how its code is checked; readers do not see them.
 
@@ -33,7 +33,7 @@ _FENCED = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One fenced block; `line` is that of its first line of code."""
+    """One fenced block; `line` is the line of its first line of code."""
 
     page: Path
     line: int
@@ -74,19 +74,19 @@ def blocks(page: Path) -> list[Block]:
 
 
 def named(page: Path, marker: str) -> Block:
-    """The block with that comment."""
+    """Returns the block with that comment."""
     found = [block for block in blocks(page) if marker in block.markers]
     assert len(found) == 1, f"{len(found)} blocks of {page.name} are marked {marker!r}"
     return found[0]
 
 
 def _pattern(shown: str) -> str:
-    """Spaces and line ends count as one space, `...` is anything."""
+    """A regular expression: spaces and line ends count as one space, `...` matches anything."""
     return re.escape(" ".join(shown.split())).replace(re.escape("..."), ".*")
 
 
 def check_shown(block: Block, text: str) -> None:
-    """Every line of the block is one of the text's."""
+    """Checks that every line of the block is a line of the text."""
     lines = [" ".join(line.split()) for line in text.splitlines()]
     for wanted in block.code.splitlines():
         found = any(re.fullmatch(_pattern(wanted), line) for line in lines)
@@ -94,7 +94,7 @@ def check_shown(block: Block, text: str) -> None:
 
 
 def check_said(name: str, text: str) -> None:
-    """The page on troubleshooting shows that message under that name."""
+    """Checks that the page on troubleshooting shows that message under that name."""
     block = named(TROUBLESHOOTING, f"says: {name}")
     found = re.fullmatch(_pattern(block.code), " ".join(text.split()))
     assert found, f"{block.place}, {name}: the page has\n{block.code}and what was said is\n{text}"

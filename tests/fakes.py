@@ -1,4 +1,4 @@
-"""Stand-ins that let one layer of the project be tested without the ones below it."""
+"""Stand-ins that let tests run one layer of the project without the layers below."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _generations = itertools.count(1)
 
 
 def mesh_of(axes: dict[str, int], *, explicit: bool = False) -> Mesh:
-    """A mesh of the first devices with these axes."""
+    """Makes a mesh of the first devices with these axes."""
     devices = np.array(jax.devices()[: int(np.prod([*axes.values()]))])
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
     return Mesh(devices.reshape([*axes.values()]), [*axes], axis_types=(kind,) * len(axes))
@@ -40,7 +40,7 @@ class LocalGroup:
     def __init__(self, spec: specs.GroupSpec, mesh: Mesh, *, debug: bool = False) -> None:
         self.name, self.spec, self.mesh = spec.name, spec, mesh
         self.session = None
-        self.group = self  # what is inside and what users hold are one here
+        self.group = self  # here the group's record and the users' group are the same object
         self.closed = False
         self.generation = next(_generations)
         self.native_group: int | None = None
@@ -101,7 +101,7 @@ def local_group(
     debug: bool = False,
     **settings: Any,
 ) -> LocalGroup:
-    """A group on a mesh of `axes` (default 8 ranks of one EP group), small unless told.
+    """Makes a small group on a mesh of `axes`, by default 8 ranks of one EP group.
 
     With `node_size`, as if on several nodes, whose windows are all here; at most what divides.
     """

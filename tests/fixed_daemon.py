@@ -260,11 +260,11 @@ def _ranks() -> pb.ListRanksResponse:
     return pb.ListRanksResponse(ranks=rows)
 
 
-_reads = itertools.count(10_000_000)  # one a ms, for some hours
+_reads = itertools.count(10_000_000)  # one per ms, for some hours
 
 
 def _tallies(age_s: float = 0.0) -> pb.ListTalliesResponse:
-    """Of four ranks on two layers, more of it at every read; the others wait for rank 3."""
+    """Tallies of four ranks on two layers, which grow at every read; the others wait for rank 3."""
     reads = next(_reads) - int(1000 * age_s)
     rows = [_tally(now, reads) for now in _ranks().ranks]
     return pb.ListTalliesResponse(ranks=rows)
@@ -337,7 +337,7 @@ ANSWERS = {
 
 
 class FixedDaemon(source.Source):
-    """Answers without a socket; every node says the same."""
+    """Answers RPCs without a socket; every node gives the same answers."""
 
     def __init__(self, node: str = "") -> None:
         self.directory = Path("/run/ep-runtime")
@@ -355,5 +355,5 @@ class FixedDaemon(source.Source):
 
 @contextlib.contextmanager
 def open_source(address: str | None, *, timeout_s: float) -> Iterator[source.Source]:
-    """In the place of `source.open_source`."""
+    """Replaces `source.open_source`."""
     yield FixedDaemon()

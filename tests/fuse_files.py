@@ -1,4 +1,4 @@
-"""A file of a user's own file system, which never answers when the file is closed."""
+"""A file of a user's own file system, which never answers a close."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _attributes(node: int) -> bytes:
 
 
 def _body(kind: int, node: int) -> bytes | None:
-    """The answer; None for none."""
+    """Returns the answer to a request; None if it gets none."""
     if kind == _INIT:
         return struct.pack(
             "<IIIIHHIIHHIIII", 7, 31, 0, 0, 16, 12, 1 << 16, 1, 1, 0, 0, 0, 0, 0
@@ -38,7 +38,7 @@ def _body(kind: int, node: int) -> bytes | None:
 
 
 class FuseFile:
-    """`fd` of the file; `flushes` counts closes that wait."""
+    """An open file: its `fd`, and `flushes`, the number of closes that wait."""
 
     def __init__(self, device: int, place: Path) -> None:
         self._device = device
@@ -47,7 +47,7 @@ class FuseFile:
         self.fd = os.open(place / "file", os.O_RDWR)
 
     def _serve(self) -> None:
-        with contextlib.suppress(OSError):  # it is over
+        with contextlib.suppress(OSError):  # the file system is unmounted
             while True:
                 asked = os.read(self._device, 1 << 20)
                 _, kind, unique, node, *_ = _IN.unpack_from(asked)
@@ -61,7 +61,7 @@ class FuseFile:
 
 @contextlib.contextmanager
 def fuse_file(place: Path) -> Iterator[FuseFile]:
-    """Mounts the file system at a directory; whoever still waits for it goes on at the end."""
+    """Mounts the file system at a directory; at the end, releases everybody who still waits."""
     libc = ctypes.CDLL(None, use_errno=True)
     device = os.open("/dev/fuse", os.O_RDWR)
     options = f"fd={device},rootmode=40000,user_id=0,group_id=0,allow_other"

@@ -1,4 +1,4 @@
-"""Odd calls of every RPC of every service, on each of a daemon's ports."""
+"""Sends odd calls of every RPC of every service to each of a daemon's ports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ep_runtime_server.nodes.seal import KEY, Seal
 UNDER_WAY = 64
 # A call that waits on purpose ends by its deadline.
 DEADLINES_S = [0.02, 0.3, 0.3, 0.3]
-# None of these is an answer: the daemon failed, or is gone.
+# These are not answers: the daemon failed or ended.
 _FAILED = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS}
 Metadata = tuple[tuple[str, Any], ...]
 NO_METHOD = "Method not found"
@@ -89,7 +89,7 @@ def _models() -> list[Any]:
 
 
 def _models_of(group: types_pb2.Group) -> list[Any]:
-    """What a member of that group asks."""
+    """Draws requests that a member of that group would send."""
     name, generation = group.spec.name, group.generation
     ranks = [member.world_rank for member in group.members]
     layer = wire.layer_spec_to_proto(_LAYER)
@@ -113,7 +113,7 @@ def _models_of(group: types_pb2.Group) -> list[Any]:
 
 @dataclasses.dataclass
 class Port:
-    """A place where a daemon answers calls.
+    """A port at which a daemon answers calls.
 
     Args:
         channel: to it.
@@ -124,11 +124,11 @@ class Port:
     channel: grpc.Channel
     odd: OddMessages
     sign: Callable[[str, bytes], Metadata] = lambda path, data: ()
-    over: bool = False  # the session is, by the daemon's word
+    over: bool = False  # the session has ended, according to the daemon
 
 
 class Calls:
-    """Calls under way, and what became of those that ended."""
+    """Calls that still run, and results of those that ended."""
 
     def __init__(self, numbers: random.Random) -> None:
         self._numbers = numbers
@@ -155,15 +155,15 @@ class Calls:
         call.add_done_callback(lambda done: self._ended(port, method, data, done))
 
     def _learn(self) -> None:
-        """What was answered well is sent again, changed; what was told is sent back."""
+        """Repeats successful calls with changes, and sends back values from answers."""
         while self._answered:
             odd, method, data, answer = self._answered.popleft()
-            with contextlib.suppress(DecodeError):  # one of no fields is not read
+            with contextlib.suppress(DecodeError):  # a message without fields is not read
                 odd.add_model(method.request.FromString(data))
             odd.learn(method.answer.FromString(answer))
 
     def _metadata(self, metadata: Metadata) -> Metadata:
-        """Now and then with an odd entry."""
+        """Metadata, sometimes with an odd entry."""
         if self._numbers.random() > 0.05:
             return metadata
         keys = [wire.TOKEN_KEY, wire.PID_KEY, KEY, "x", "grpc-timeout", "te", "x-bin"]
@@ -195,7 +195,7 @@ class Calls:
 
 
 def served_methods(port: Port, without: Container[str] = ()) -> list[Method]:
-    """What is served there, by what the daemon says to a request that is no message."""
+    """Finds the methods a port serves from the errors that malformed requests get."""
 
     def is_there(method: Method) -> bool:
         data = b"\xff"
@@ -225,7 +225,9 @@ def _send(
 
 
 def fuzz_session(directory: Path, numbers: random.Random, inputs: int) -> Answers:
-    """Over api.sock, with sessions that have a group each; who lost his says hello again."""
+    """Calls over api.sock in sessions with a group each; a session that was lost
+    says hello again.
+    """
     ports: dict[int, Port] = {}
     channel = _channel(directory, wire.API_SOCKET)
 
@@ -243,13 +245,13 @@ def fuzz_session(directory: Path, numbers: random.Random, inputs: int) -> Answer
 
 
 def fuzz_stranger(directory: Path, numbers: random.Random, inputs: int) -> Answers:
-    """Over api.sock, without a token."""
+    """Calls over api.sock without a token."""
     port = Port(_channel(directory, wire.API_SOCKET), OddMessages(numbers, *_models()))
     return _send(lambda number: port, numbers, inputs, served_methods(port))
 
 
 def fuzz_admin(directory: Path, numbers: random.Random, inputs: int) -> Answers:
-    """Over admin.sock, everything but Drain, while sessions come that can be fenced."""
+    """Calls all but Drain over admin.sock, while sessions come that it may fence."""
     port = Port(_channel(directory, wire.ADMIN_SOCKET), OddMessages(numbers, *_models()))
 
     def port_of(number: int) -> Port:
@@ -263,7 +265,7 @@ def fuzz_admin(directory: Path, numbers: random.Random, inputs: int) -> Answers:
 
 
 def fuzz_drain(directory: Path, numbers: random.Random, inputs: int) -> Answers:
-    """Drain alone, after which a daemon admits nothing, or ends."""
+    """Calls only Drain, after which a daemon admits nothing, or ends."""
     port = Port(_channel(directory, wire.ADMIN_SOCKET), OddMessages(numbers, *_models()))
     drain = [method for method in every_method() if method.path.endswith("/Drain")]
     return _send(lambda number: port, numbers, inputs, drain)
@@ -272,7 +274,7 @@ def fuzz_drain(directory: Path, numbers: random.Random, inputs: int) -> Answers:
 def fuzz_plain_node(
     directory: Path, numbers: random.Random, inputs: int, *, address: str, secret: bytes
 ) -> Answers:
-    """On the cluster port of plain TCP, as who has the secret."""
+    """Calls over the cluster port in plain TCP, with the secret."""
     channel = grpc.insecure_channel(address, options=wire.channel_options())
     port = Port(channel, OddMessages(numbers, *_models()), Seal(secret).of)
     return _send(lambda number: port, numbers, inputs, served_methods(port))
@@ -281,7 +283,7 @@ def fuzz_plain_node(
 def fuzz_tls_node(
     directory: Path, numbers: random.Random, inputs: int, *, address: str, pki: Path, node: str
 ) -> Answers:
-    """On the cluster port of TLS, with the certificate of `node`."""
+    """Calls over the cluster port in TLS, with the certificate of `node`."""
     pem, key, authority = ((pki / f).read_bytes() for f in (f"{node}.pem", f"{node}.key", "ca.pem"))
     channel = grpc.secure_channel(
         address,

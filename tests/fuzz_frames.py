@@ -1,4 +1,4 @@
-"""Odd bytes for ports that speak HTTP/2 and TLS: frames written by hand, hellos cut and changed."""
+"""Sends odd bytes to ports that speak HTTP/2 and TLS: hand-written frames, changed hellos."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, _, PING, GOAWAY, WINDOW_UPDATE, C
 END_STREAM, END_HEADERS = 1, 4
 _STREAMS = [0, 1, 1, 3, 3, 5, 7, 2, 4, 101, (1 << 31) - 1, 1 << 31]
 _WORDS = [0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 16384, 65535]
-# Connections that say nothing more, at a time; the daemon has some hundred for a user.
+# Silent connections at a time; the daemon allows some hundred per user.
 HELD_OPEN = 20
 STAYS_S = 0.02  # longer than an answer takes
 
@@ -38,7 +38,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes, length: int | None
 
 
 def _text(data: bytes) -> bytes:
-    """A string of HPACK, not compressed."""
+    """Encodes an uncompressed string in HPACK."""
     if len(data) < 127:
         return bytes([len(data)]) + data
     rest, encoded = len(data) - 127, bytearray([127])
@@ -53,7 +53,7 @@ def header_block(headers: list[tuple[bytes, bytes]]) -> bytes:
 
 
 class Frames:
-    """Makes frames, of calls that are right and of others."""
+    """Makes frames of right calls and of wrong ones."""
 
     def __init__(self, numbers: random.Random, token: str) -> None:
         self._numbers, self._token = numbers, token
@@ -116,7 +116,7 @@ class Frames:
         return self._stream - 2
 
     def _call(self) -> bytes:
-        """Headers and a message."""
+        """Makes frames with headers and a message."""
         stream, method = self._next_stream(), self._numbers.choice(self._methods)
         data = self._odd.encoded(method.request)[:16_000]
         said = self._numbers.choice([len(data), len(data), 0, len(data) + 1, 0xFFFFFFFF])
@@ -126,7 +126,7 @@ class Frames:
         )
 
     def _odd_headers(self) -> bytes:
-        """A header block that is none, or in parts, or of a stream that is not next."""
+        """Makes a header block that is malformed, split, or on the wrong stream."""
         numbers = self._numbers
         block = numbers.choice(
             [header_block(self._headers()), numbers.randbytes(50), b"\x3f\xff" * 9]
@@ -136,7 +136,7 @@ class Frames:
         return frame(HEADERS, numbers.choice([0, 1, 4, 5, 0x2C, 0xFF]), stream, block[:16_000])
 
     def _flood(self) -> bytes:
-        """Many frames of a kind that costs the sender nothing."""
+        """Makes many frames of a kind that costs the sender nothing."""
         stream, count = self._next_stream(), self._numbers.choice([10, 100, 400])
         opened = frame(HEADERS, END_HEADERS, stream, header_block(self._headers()))
         more = frame(CONTINUATION, 0, stream, header_block([(b"a", b"b")] * 9))
@@ -176,7 +176,7 @@ class Frames:
 
 
 class Connections:
-    """Sends, reads what is there, and leaves: at once, well, or not for a while."""
+    """Sends, reads what has arrived, and leaves: at once, cleanly, or after a while."""
 
     def __init__(self, connect: Callable[[], socket.socket], numbers: random.Random) -> None:
         self._connect, self._numbers = connect, numbers
@@ -184,7 +184,7 @@ class Connections:
         self.answers: Answers = collections.Counter()
 
     def send(self, parts: Iterator[bytes]) -> int:
-        """The number of parts that were taken before the other side ended the connection."""
+        """Returns how many parts were sent before the other side closed the connection."""
         connection = self._connect()
         connection.settimeout(WAIT_S)
         sent = 0
@@ -244,7 +244,7 @@ def _unix(path: Path) -> socket.socket:
 
 
 def fuzz_frames(directory: Path, numbers: random.Random, inputs: int) -> Answers:
-    """HTTP/2 on api.sock, with the token of a session."""
+    """Sends HTTP/2 to api.sock, with the token of a session."""
     token = Client(directory).token
     connect = functools.partial(_unix, directory / wire.API_SOCKET)
     return _send_frames(connect, token, numbers, inputs)
@@ -267,7 +267,7 @@ def _context(pki: Path, node: str | None) -> ssl.SSLContext:
 def fuzz_tls_frames(
     directory: Path, numbers: random.Random, inputs: int, *, address: str, pki: Path, node: str
 ) -> Answers:
-    """HTTP/2 on the cluster port, inside TLS, with the certificate of `node`."""
+    """Sends HTTP/2 to the cluster port inside TLS, with the certificate of `node`."""
     context = _context(pki, node)
     return _send_frames(lambda: _tls(address, context), "", numbers, inputs)
 
@@ -282,7 +282,9 @@ def _client_hello(context: ssl.SSLContext) -> bytes:
 def fuzz_tls_bytes(
     directory: Path, numbers: random.Random, inputs: int, *, address: str, pki: Path
 ) -> Answers:
-    """Hellos that are cut, changed, or none, each on a connection to the cluster port."""
+    """Sends hellos that are cut, changed or missing, each on a new connection to
+    the cluster port.
+    """
     host, _, port = address.rpartition(":")
     context, odd = _context(pki, None), OddMessages(numbers)
     hello = _client_hello(context)

@@ -1,4 +1,4 @@
-"""Messages of any type with odd values in them, by their descriptors alone.
+"""Draws messages of any type with odd values, from their descriptors alone.
 
 A field that is added to a message, and an RPC that is added to a service, are in it from then on.
 """
@@ -20,9 +20,9 @@ from grpc_health.v1 import health_pb2
 from ep_runtime import v1
 
 MAX_DEPTH = 8
-MAX_TOLD = 8  # values remembered of each name
+MAX_TOLD = 8  # remembered values of each field name
 
-_ID = "op_id"  # a call that has it is another one only with another id
+_ID = "op_id"  # a call with this field counts as new only if its id differs
 
 _EDGES = sorted(
     {sign * (1 << bits) + more for bits in (0, 7, 31, 32, 53, 62, 63) for sign in (1, -1)
@@ -72,7 +72,7 @@ def every_method() -> list[Method]:
 
 
 def _fields(message: Message) -> Iterator[tuple[str, Any]]:
-    """(name, value) of what is in a message and in what it holds, maps left out."""
+    """Yields (name, value) of fields in a message and in its nested messages, except maps."""
     for field, value in message.ListFields():
         values = value if field.is_repeated else [value]
         if field.message_type is None:
@@ -83,7 +83,7 @@ def _fields(message: Message) -> Iterator[tuple[str, Any]]:
 
 
 def _fits(field: FieldDescriptor, value: Any) -> bool:
-    """Fields of one name need not be of one type."""
+    """Fields of the same name may have different types."""
     if field.cpp_type in _RANGES:
         low, high = _RANGES[field.cpp_type]
         return isinstance(value, int) and low <= value <= high
@@ -99,7 +99,7 @@ class OddMessages:
     """
 
     def __init__(self, numbers: random.Random, *models: Message) -> None:
-        """`models` are right messages; those of their types begin as one of them, now and then."""
+        """`models` are right messages; messages of their types sometimes start as a copy of one."""
         self._numbers = numbers
         self._models: dict[str, list[Message]] = collections.defaultdict(list)
         for model in models:
@@ -111,7 +111,7 @@ class OddMessages:
             self.learn(model)
 
     def add_model(self, message: Message) -> None:
-        """Of each type a few are kept, the first and the last ones."""
+        """Keeps a few messages of each type, the first and the last."""
         models = self._models[message.DESCRIPTOR.full_name]
         if message not in models:
             models[MAX_TOLD - 1 :] = [message]
@@ -125,12 +125,12 @@ class OddMessages:
         return self._numbers.random() < chance
 
     def encoded(self, kind: type[Message]) -> bytes:
-        """A message's bytes, now and then not quite those of a message."""
+        """Returns a message's bytes, sometimes damaged."""
         data = self.message(kind.DESCRIPTOR).SerializeToString()
         return self.spoilt(data) if self._often(0.1) else data
 
     def spoilt(self, data: bytes) -> bytes:
-        """Cut, with other bytes in it, twice, or none of it."""
+        """Damages bytes: cuts, replaces, doubles or drops them."""
         numbers, changed = self._numbers, bytearray(data)
         way = numbers.randrange(5)
         if way == 0:
@@ -148,7 +148,7 @@ class OddMessages:
         return bytes(changed)
 
     def message(self, descriptor: Descriptor, depth: int = 0) -> Message:
-        """A message of the type."""
+        """Draws a message of the type."""
         made = GetMessageClass(descriptor)()
         models = self._models.get(descriptor.full_name)
         if models and self._often(0.6):
@@ -167,7 +167,7 @@ class OddMessages:
         return made
 
     def _complete(self, made: Message) -> None:
-        """Fields that the model left open get what was told last."""
+        """Fills fields that the model left empty with the values last learned."""
         for field in made.DESCRIPTOR.fields:
             told = [value for value in self.told.get(field.name, ()) if _fits(field, value)]
             if told and not field.is_repeated and not getattr(made, field.name):

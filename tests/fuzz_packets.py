@@ -1,4 +1,4 @@
-"""Odd packets for fd.sock, with and without descriptors."""
+"""Sends odd packets to fd.sock, with and without descriptors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ep_runtime.v1 import fd_socket_pb2 as pb
 from ep_runtime.v1 import types_pb2
 
 _ANCILLARY = socket.CMSG_SPACE(4 * wire.MAX_FDS_PER_PACKET)
-ANSWER_S = 5.0  # less than the daemon's patience with a silent connection, which would hide it
+ANSWER_S = 5.0  # less than the daemon's limit for silent connections
 _NUM_FDS = [1, 2, 2, 2, 2, 3, wire.MAX_FDS_PER_PACKET, wire.MAX_FDS_PER_PACKET + 1, 253]
 
 
@@ -40,7 +40,7 @@ def _models(client: Client, group: types_pb2.Group, ticket: str) -> list[pb.FdRe
 
 @contextlib.contextmanager
 def _descriptors(windows: list[int]) -> Iterator[list[int]]:
-    """One of each kind that a process may have, and a group's own."""
+    """Returns one descriptor of each kind, and descriptors of a group."""
     with contextlib.ExitStack() as held:
         tcp = held.enter_context(socket.create_server(("127.0.0.1", 0)))
         reached = held.enter_context(socket.create_connection(tcp.getsockname()))
@@ -61,7 +61,7 @@ class _Sender:
         self._client = Client(directory)
         self._group = self._client.create(make_spec(f"g{os.getpid()}")).group
         models = _models(self._client, self._group, self._ticket())
-        self._well = models[-1].SerializeToString()  # with descriptors of its own: they come back
+        self._well = models[-1].SerializeToString()  # with its own descriptors, which come back
         self._windows: list[int] = []
         self._odd = OddMessages(numbers, *models)
         self.answers: Answers = collections.Counter()
@@ -79,7 +79,7 @@ class _Sender:
                 inputs -= self._use_connection(fds, min(inputs, self._numbers.choice([1, 1, 2, 9])))
 
     def _use_connection(self, fds: list[int], packets: int) -> int:
-        """The number of packets that it took, as far as it is known."""
+        """Returns how many packets the daemon took, as far as known."""
         with connect(self._directory) as connection:
             connection.settimeout(ANSWER_S)
             for number in range(packets):
@@ -97,7 +97,7 @@ class _Sender:
 
     def _packet(self) -> bytes:
         chance = self._numbers.random()
-        if self._with_fds and self._numbers.random() < 0.05:  # what is odd would seldom be well
+        if self._with_fds and self._numbers.random() < 0.05:  # random values would seldom be valid
             return self._well
         if chance < 0.01:
             return self._numbers.randbytes(wire.MAX_PACKET_BYTES + self._numbers.randint(-1, 100))
@@ -114,7 +114,7 @@ class _Sender:
         socket.send_fds(connection, [data], chosen)
 
     def _answered(self, connection: socket.socket, data: bytes) -> bool:
-        """Whether there was an answer, and no end."""
+        """Whether an answer came and the connection is still open."""
         answer, ancillary, _, _ = connection.recvmsg(wire.MAX_PACKET_BYTES, _ANCILLARY)
         for _, _, payload in ancillary:
             came = array.array("i")

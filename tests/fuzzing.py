@@ -1,4 +1,4 @@
-"""Campaigns of odd inputs against a daemon, and what must be true of the daemon after each.
+"""Sends odd inputs to a daemon in campaigns, and checks the daemon after each.
 
 Inputs are sent by processes that are killed afterwards, so all that they held has to come back.
 A campaign is seeded. An input that is answered as none may be is in the failure's text; what a
@@ -25,22 +25,22 @@ from raw_client import WAIT_S, make_spec
 
 ROUND_INPUTS = 1000  # of one process
 ROUND_S = 120.0
-# Of the daemon's own memory, after the warm-up: what it keeps on purpose (events, sessions that
-# ended, answers by op id) is bounded, and so is what malloc keeps of messages of a megabyte.
+# Growth allowed to the daemon's memory after the warm-up. The daemon keeps a bounded number of
+# events, ended sessions and answers, and malloc keeps some megabytes of messages.
 MAX_GROWTH_BYTES = 96 << 20
 WARM_UP = 200
-# What a campaign left behind is gone by then: connections that said nothing have ended.
+# A campaign's leftovers must be gone by then: silent connections have ended.
 SETTLED_S = 30.0
-OPENED_ONCE = 4  # descriptors for what the daemon starts when it first needs it
+OPENED_ONCE = 4  # descriptors that the daemon opens on first use
 Answers = collections.Counter[str]
-# fuzz(directory, numbers, inputs): sends them, in a process of its own; raises where one is
-# answered as none may be.
+# fuzz(directory, numbers, inputs): sends inputs from a separate process; raises on a forbidden
+# answer.
 Fuzzer = Callable[[Path, random.Random, int], Answers]
 
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """What a daemon holds, by its status and by the kernel's word."""
+    """What a daemon holds, by its status and by the kernel's descriptors."""
 
     sessions: int
     groups: int
@@ -61,7 +61,7 @@ class Held:
 
 
 def _tells_a_failure(line: str) -> bool:
-    """A traceback, a failure of the daemon's own, or a line that is none of the log's."""
+    """Finds a traceback, an internal failure, or a line that is not in the log's format."""
     signs = ("Traceback", "never retrieved", '"level": "error"', '"level": "critical"')
     return not line.startswith('{"') or any(sign in line for sign in signs)
 
@@ -72,7 +72,7 @@ def lines_of_failures(log: Path) -> list[str]:
 
 
 def check_served(daemon: DaemonProcess) -> None:
-    """A client comes, makes a group that is READY, and goes; every call within WAIT_S."""
+    """A client connects, makes a READY group and leaves; every call takes at most WAIT_S."""
     assert daemon.popen.poll() is None, f"the daemon ended with {daemon.popen.returncode}"
     assert daemon.healthy()
     client = daemon.client()
@@ -88,11 +88,11 @@ def _send(pipe, fuzz: Fuzzer, directory: Path, seed: str, inputs: int) -> None:
         pipe.send((fuzz(directory, random.Random(seed), inputs), ""))
     except BaseException:  # noqa: BLE001 - the test raises it
         pipe.send((collections.Counter(), traceback.format_exc()))
-    signal.pause()  # until killed, with all that is open
+    signal.pause()  # until it is killed, with everything that it opened
 
 
 def send(daemon: DaemonProcess, fuzz: Fuzzer, seed: int, inputs: int) -> Answers:
-    """Runs the fuzzer in processes of its own, one after the other; how often each answer came."""
+    """Runs the fuzzer in separate processes, one after another; counts answers by kind."""
     context = multiprocessing.get_context("forkserver")
     answers: Answers = collections.Counter()
     for number, first in enumerate(range(0, inputs, ROUND_INPUTS)):
@@ -116,8 +116,8 @@ def send(daemon: DaemonProcess, fuzz: Fuzzer, seed: int, inputs: int) -> Answers
 
 
 def campaign(daemon: DaemonProcess, fuzz: Fuzzer, inputs: int, seed: int = 1) -> Answers:
-    """Fuzzes; then the daemon serves, and holds what it held before."""
-    send(daemon, fuzz, 0, WARM_UP)  # what is made once is made now
+    """Fuzzes; then the daemon must serve, and hold the same as before."""
+    send(daemon, fuzz, 0, WARM_UP)  # makes everything that is made only once
     check_served(daemon)
     before = held_at_rest(daemon, None)
     started_s = time.monotonic()
@@ -136,12 +136,12 @@ def campaign(daemon: DaemonProcess, fuzz: Fuzzer, inputs: int, seed: int = 1) ->
 
 
 def held_at_rest(daemon: DaemonProcess, before: Held | None) -> Held:
-    """What the daemon holds once everybody has left and memory on its way back is back."""
+    """Returns what the daemon holds after all clients left and freed memory was returned."""
     held = Held.by(daemon)
 
     def at_rest() -> bool:
         nonlocal held
-        daemon.ask("Reclaim", all_retained=True)  # some asked to be kept for a day
+        daemon.ask("Reclaim", all_retained=True)  # some memory was retained for a day
         last, held = held, Held.by(daemon)
         nothing = (held.sessions, held.groups, held.bytes) == (0, 0, 0)
         return nothing and held.fds <= (last.fds if before is None else before.fds + OPENED_ONCE)
@@ -155,13 +155,13 @@ def held_at_rest(daemon: DaemonProcess, before: Held | None) -> Held:
 
 
 def end_well(daemon: DaemonProcess, log: Path) -> None:
-    """SIGTERM, which it obeys; and nothing failed in its life."""
+    """Sends SIGTERM; the daemon must end, without any failure in its log."""
     daemon.popen.send_signal(signal.SIGTERM)
     ended_well(daemon, log)
 
 
 def ended_well(daemon: DaemonProcess, log: Path) -> None:
-    """It ends, having been told to, and nothing failed in its life."""
+    """The daemon must have ended with 0, without any failure in its log."""
     code, _ = daemon.ended(WAIT_S)
     assert code == 0
     failures = lines_of_failures(log)

@@ -43,7 +43,7 @@ _lock = threading.Lock()
 def _guardian(owner: int) -> int:
     """The descriptor at which the guardian of the process `owner`, which is us, listens."""
     theirs, ours = os.pipe()
-    # No Popen: it would complain at our end about the process that is to outlive us.
+    # No Popen: at our end it would warn about a process that must outlive us.
     os.posix_spawn(
         sys.executable,
         [sys.executable, "-I", "-S", "-c", _WATCH],

@@ -96,7 +96,7 @@ class Served:
         process = Process()
 
         def end() -> None:
-            with contextlib.suppress(ValueError):  # the test killed it
+            with contextlib.suppress(ValueError):  # killed by the test
                 process.kill()
 
         self._open.append(end)
@@ -211,7 +211,7 @@ class DaemonProcess(Served):
         os.close(writer)
         self.pid = self.popen.pid
         guardian.protect(self.pid)
-        # To its end: the daemon has closed its side too, and holds what it will hold.
+        # Until its end: the daemon has closed its side too, and opens nothing further.
         with open(reader) as told:
             self.ready = json.loads(told.read() or "null") if ready else None
 
@@ -252,7 +252,7 @@ class Turns:
             before_s = now_s
 
     def __enter__(self) -> Turns:
-        gc.disable()  # of all that the tests of this process left
+        gc.disable()  # from all that earlier tests of this process left
         self._task = asyncio.run_coroutine_threadsafe(self._measure(), self._loop)
         return self
 

@@ -11,7 +11,7 @@ _INSTRUCTION = re.compile(
 )
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 _DIMS = re.compile(r"\[([\d,]+)\]")
-# Ops that make or move elements without looking at them; all others read what they map.
+# Ops that make or move elements without reading their values; all others read their operands.
 _MOVES = frozenset(
     [
         "parameter",
@@ -50,7 +50,7 @@ class Instruction:
 
     name: str
     op: str
-    dims: tuple[tuple[int, ...], ...]  # of every array it returns
+    dims: tuple[tuple[int, ...], ...]  # bytes of every array it returns
     line: str
 
 

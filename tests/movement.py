@@ -142,7 +142,7 @@ def run_ops(
 
     wrt = (0, 1) if case.weighted else (0,)
     both = jax.jit(jax.value_and_grad(loss, argnums=wrt, has_aux=True) if summed else pulled)
-    # Arguments, all of them: a program must not close over an array of several processes.
+    # All arrays are arguments: a program must not close over an array of several processes.
     (_, (out, sent)), grads = both(
         inputs.tokens, inputs.weights, inputs.factors, inputs.cotangent, inputs.topk_idx
     )

@@ -1,4 +1,4 @@
-"""Tests by the names that pages have for them: FILE::TEST, FILE below `tests/`."""
+"""Finds tests by the names that pages use: FILE::TEST, with FILE relative to `tests/`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TESTS = Path(__file__).resolve().parent
 
 @functools.cache
 def names_in(file: str) -> set[str]:
-    """TEST and CLASS::TEST of a file, as pytest names them."""
+    """Returns TEST and CLASS::TEST of a file, in pytest's spelling."""
     tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     found = {node.name for node in tree.body if isinstance(node, kinds)}

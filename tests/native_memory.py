@@ -1,4 +1,4 @@
-"""Boards and windows for tests without a daemon, made by this process or another one. No JAX."""
+"""Boards and windows for tests without a daemon, shared between processes. No JAX."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ep_runtime import board, native, specs
 
 Memory = tuple[int, list[int]]  # fds of a board and of every window
 
-# The group that most tests of the native calls run on.
+# The group of most tests of native calls.
 SIZES: dict[str, Any] = {
     "num_experts": 16,
     "hidden_size": 64,
@@ -24,7 +24,7 @@ SIZES: dict[str, Any] = {
 
 
 def make_spec(axes: dict[str, int], **settings: Any) -> specs.GroupSpec:
-    """The group's spec; axes end with "ep"."""
+    """Makes the group's spec; axes end with "ep"."""
     return specs.make_group_spec(
         mesh_axes=tuple(axes.items()),
         ep_axis="ep",
@@ -34,7 +34,7 @@ def make_spec(axes: dict[str, int], **settings: Any) -> specs.GroupSpec:
 
 
 def make_memory(spec: specs.GroupSpec, generation: int) -> Memory:
-    """A formatted board and empty windows."""
+    """Makes a formatted board and empty windows."""
     sizes = [board.window_bytes(spec)] * spec.world_size
     fds = [os.memfd_create("ep-test") for _ in range(1 + len(sizes))]
     for fd, size in zip(fds, [board.board_bytes(spec), *sizes], strict=True):
@@ -47,7 +47,7 @@ def make_memory(spec: specs.GroupSpec, generation: int) -> Memory:
 def open_group(
     spec: specs.GroupSpec, generation: int, memory: Memory | None = None, **options: Any
 ) -> tuple[mmap.mmap, int]:
-    """Opens a group in this process, on `memory` or on new one: its board and its number."""
+    """Opens a group in this process, on `memory` or new memory; yields its board and number."""
     board_fd, window_fds = memory or make_memory(spec, generation)
     given = {"generation": generation, "board_fd": board_fd, "window_fds": window_fds}
     try:
@@ -59,7 +59,7 @@ def open_group(
 
 
 class SharedGroup:
-    """Memory of a group that other processes of this user open; this one watches its board."""
+    """Memory of a group that other processes of this user open; this process watches its board."""
 
     def __init__(self, name: str, world_size: int, **settings: Any) -> None:
         self.settings = {**SIZES, **settings}
@@ -69,7 +69,7 @@ class SharedGroup:
         self.board = mmap.mmap(self._memory[0], 0)
 
     def ticket(self) -> dict[str, Any]:
-        """What `open_memory` needs in another process."""
+        """The text from which `open_memory` finds the memory in another process."""
         paths = [f"/proc/{os.getpid()}/fd/{fd}" for fd in (self._memory[0], *self._memory[1])]
         return {"name": self.spec.name, "settings": self.settings, "paths": paths}
 
@@ -83,7 +83,7 @@ class SharedGroup:
 def shared_groups(
     world_size: int, *names: str, **settings: Any
 ) -> Iterator[tuple[list[SharedGroup], str]]:
-    """Groups of `world_size` ranks, and the text that tells other processes of them."""
+    """Makes groups of `world_size` ranks, and the text by which other processes find them."""
     groups = [SharedGroup(name, world_size, **settings) for name in names]
     try:
         yield groups, json.dumps([group.ticket() for group in groups])
@@ -93,6 +93,6 @@ def shared_groups(
 
 
 def open_memory(ticket: dict[str, Any]) -> Memory:
-    """The memory behind `SharedGroup.ticket()`."""
+    """Opens the memory behind `SharedGroup.ticket()`."""
     first, *rest = (os.open(path, os.O_RDWR) for path in ticket["paths"])
     return first, rest

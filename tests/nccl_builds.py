@@ -1,4 +1,4 @@
-"""A libnccl and NCCL's side of the CUDA library, both without GPUs, compiled by the tests."""
+"""Compiles a fake libnccl and the NCCL part of the CUDA library, both for hosts without GPUs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ep_runtime import nccl
 _ROOT = Path(__file__).parents[1]
 _SOURCES = _ROOT / "csrc"
 _OURS = _ROOT / "tests" / "csrc" / "nccl"
-# JAX on GPUs loads the real library into this process too, and its name is taken then.
+# JAX on GPUs also loads the real library into this process, and then its name is taken.
 _SONAME = "libnccl_of_tests.so.2"
 _NCCL = ("api.cc", "communicator.cc", "communicators.cc", "exchange.cc", "group.cc")
 
 
 def _compile(name: str, sources: list[Path], *options: str) -> Path:
-    """The library of these sources; built once for all processes, and again when they change."""
+    """Builds a library from these sources once for all processes, and again if they change."""
     headers = (*_SOURCES.glob("core/*/*.h"), *_SOURCES.glob("ffi/nccl/nccl_table.h"))
     read = [*sources, *sorted(_SOURCES.glob("cuda/nccl/*")), *sorted(headers)]
     said = " ".join(options).encode()
@@ -48,14 +48,15 @@ def _compile(name: str, sources: list[Path], *options: str) -> Path:
 
 @functools.cache
 def fake_library() -> Path:
-    """libnccl.so.2 whose communicators live in this process; `FakeNccl` sets what it does."""
+    """Builds libnccl.so.2 with communicators inside this process; `FakeNccl` sets what it does."""
     return _compile(nccl.LIBRARY, [_OURS / "fake_nccl.cc"], f"-Wl,-soname,{_SONAME}")
 
 
 @functools.cache
 def edge_library(soname: str = _SONAME) -> Path:
-    """What the CUDA library has of NCCL, for devices that are always there; with the library that
-    the process knows by that name."""
+    """Builds the NCCL part of the CUDA library, for devices that always exist. It uses the libnccl
+    that the process has loaded under that name.
+    """
     sources = [
         *(_SOURCES / "cuda" / "nccl" / name for name in _NCCL),
         _SOURCES / "ffi" / "nccl" / "nccl_table.cc",
@@ -67,7 +68,7 @@ def edge_library(soname: str = _SONAME) -> Path:
 
 
 class FakeNccl:
-    """The switches of the fake library and its counts."""
+    """The switches and counts of the fake library."""
 
     def __init__(self) -> None:
         self._library: Any = ctypes.CDLL(str(fake_library()))

@@ -1,4 +1,4 @@
-"""Clients of a daemon that stand for processes, and join NCCL communicators of a fake libnccl."""
+"""Clients of a daemon that stand for processes and join communicators of a fake libnccl."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNccl]:
 
 
 class Rank:
-    """One process's client of the daemon, and what became of its communicators."""
+    """One process's client of the daemon, and the result of making its communicators."""
 
     def __init__(self, directory: Any, rank: int) -> None:
         self.rank = rank
@@ -42,7 +42,7 @@ class Rank:
         self.error: EpRuntimeError | None = None
 
     def join(self, generation: int, *, budget_s: float = WAIT_S) -> threading.Thread:
-        """Makes the communicators on a thread of its own."""
+        """Makes the communicators on a new thread."""
         ranks = communicators.ranks_of(SPEC, generation, (self.rank,), (self.rank,))
 
         def work() -> None:
@@ -73,7 +73,7 @@ class Rank:
 
 @pytest.fixture
 def ranks(fake: FakeNccl, daemon_process: Any) -> Iterator[tuple[list[Rank], int]]:
-    """Two processes' clients in one group, and its generation."""
+    """Yields two processes' clients in one group, and the group's generation."""
     directory = daemon_process().directory
     made = [Rank(directory, 0), Rank(directory, 1)]
     groups: list[Any] = [None, None]

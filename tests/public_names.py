@@ -14,7 +14,7 @@ import ep_runtime as ep
 from ep_runtime_client.modules import linen, nnx
 from ep_runtime_client.modules import optax as ep_optax
 
-# Public although they begin with "_": users call them by a sign.
+# Public although their names begin with "_", because users call them by operators.
 BY_SIGN = {"__call__", "__getitem__"}
 # Flax gives a linen module these: a method and two fields.
 OF_A_FRAMEWORK = {"setup", "parent", "name"}
@@ -34,7 +34,7 @@ class Public:
 
     @property
     def definition(self) -> Any:
-        """The value without its decorators, which has the source."""
+        """The value without its decorators, as its source defines it."""
         return inspect.unwrap(self.value) if callable(self.value) else self.value
 
     @property
@@ -43,17 +43,17 @@ class Public:
         return {name: found[name] for name in found if name not in ("self", "cls")}
 
     def section(self, title: str) -> str | None:
-        """The indented lines under `title:`, or None."""
+        """Returns the indented lines under `title:`, or None."""
         found = re.search(rf"^{title}:\n((?:    .*\n|\n)+)", self.doc + "\n", re.MULTILINE)
         return None if found is None else textwrap.dedent(found[1]).strip()
 
     def paragraph(self, title: str) -> str | None:
-        """The text after `title: ` up to the next empty line, or None."""
+        """Returns the text after `title: ` up to the next empty line, or None."""
         found = re.search(rf"^{title}: (.+?)(?:\n\n|\Z)", self.doc, re.MULTILINE | re.DOTALL)
         return None if found is None else found[1]
 
     def described(self, title: str) -> dict[str, str]:
-        """Text by name in a section of `name, name: text` entries."""
+        """Returns texts by name from a section of `name, name: text` entries."""
         texts: dict[str, str] = {}
         section = self.section(title)
         for entry in re.split(r"\n(?! )", section) if section else ():
@@ -63,7 +63,7 @@ class Public:
 
 
 def _of_class(name: str, cls: type) -> Iterator[Public]:
-    """The class and the members that it defines for users."""
+    """Yields the class and the members that it defines for users."""
     yield Public(name, cls, "class")
     for member, value in vars(cls).items():
         hidden = member.startswith("_") and member not in BY_SIGN
@@ -88,7 +88,7 @@ def _of_value(name: str, value: Any) -> Iterator[Public]:
     elif inspect.ismodule(value):
         yield Public(name, value, "module")
         for member in value.__all__:
-            if member not in ep.__all__:  # errors stand at the top too
+            if member not in ep.__all__:  # errors are exported at the top level too
                 yield from _of_value(f"{name}.{member}", getattr(value, member))
 
 

@@ -1,4 +1,4 @@
-"""A job of four ranks whose pace a test sets, for what watches jobs."""
+"""A job of four ranks at a pace that tests set, for tests of commands that watch jobs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RANKS, TOKENS, HIDDEN, EXPERTS = 4, 8, 16, 8
 
 
 class Job:
-    """Steps of two layers on four ranks, until `stop`; each rank sleeps before each layer."""
+    """Runs steps of two layers on four ranks until `stop`; each rank sleeps before each layer."""
 
     def __init__(self, session: ep.Session) -> None:
         self.mesh = Mesh(np.array(jax.devices("cpu")[:RANKS]), ["ep"])
@@ -33,11 +33,11 @@ class Job:
         )
         layers = [group.register_layer(name, top_k=2) for name in ("first", "second")]
         self.sleeps = np.zeros((RANKS, 2))
-        self.held = threading.Event()  # of rank 2, which stands still while it is clear
+        self.held = threading.Event()  # of rank 2, which stops while the event is clear
         self.held.set()
         self._stopped = threading.Event()
         sharding = NamedSharding(self.mesh, PartitionSpec("ep"))
-        # Expert 1 gets half of all rows.
+        # Expert 1 receives half of all rows.
         idx = np.tile([[1, 0], [1, 2], [1, 3], [1, 7]], (RANKS * TOKENS // 4, 1))
         self._idx = jax.device_put(idx.astype(np.int32), sharding)
         self._x = jax.device_put(np.ones((RANKS * TOKENS, HIDDEN), np.float32), sharding)

@@ -25,7 +25,7 @@ def new_op_id() -> str:
 
 
 class Stubs:
-    """Stubs of one socket; errors come as ours."""
+    """Stubs of one socket; errors are raised as our classes."""
 
     def __init__(self, directory: Path, socket_name: str, metadata=()) -> None:
         self.channel = grpc.insecure_channel(
@@ -48,7 +48,7 @@ class Stubs:
 
 
 class Client(Stubs):
-    """One session; `process` None makes it this process's."""
+    """One session of `process`, or of this process if it is None."""
 
     def __init__(self, directory: Path, *, process: Process | None = None, job: str | None = "job"):
         self.directory = directory
@@ -65,7 +65,9 @@ class Client(Stubs):
             self.open(job)
 
     def resume(self, job: str = "job") -> bool:
-        """Says hello again after the daemon started again; whether it knew the session."""
+        """Says hello again after the daemon restarted; returns whether the daemon
+        knew the session.
+        """
         if self.process is None:
             welcome = hello(self.directory, resume_token=self.token)
             answer = welcome.session_token, welcome.session_id, welcome.resumed
@@ -79,7 +81,9 @@ class Client(Stubs):
         return resumed
 
     def restore(self, group, ranks=None, layers=(), windows=(), uuids=()):
-        """RestoreGroup; the answer. `windows` of these world ranks are held, all where none."""
+        """Calls RestoreGroup. `windows` are the world ranks whose windows are held;
+        by default all.
+        """
         request = group_service_pb2.RestoreGroupRequest(
             spec=group.spec,
             generation=group.generation,
@@ -91,11 +95,13 @@ class Client(Stubs):
         return self.call(self.groups.RestoreGroup, request)
 
     def give_back(self, group):
-        """(descriptors that the daemon took, ranks still wanted); what `fetch` fetched there."""
+        """Returns windows that `fetch` fetched: (descriptors that the daemon took, ranks still
+        wanted).
+        """
         return self.process.do("give_back", self.directory, self.token, group.spec.name)
 
     def in_parent(self, group) -> mmap.mmap:
-        """The board of a process's group, mapped in this one (a child's descriptors are ours)."""
+        """Maps the board of a process's group in this process (a child's descriptors are ours)."""
         number = self.process.do("board_fd")
         fd = os.open(f"/proc/{self.pid}/fd/{number}", os.O_RDWR)
         try:
@@ -104,7 +110,7 @@ class Client(Stubs):
             os.close(fd)
 
     def return_windows(self, group, found):
-        """ReturnWindows of [(descriptor, fd)]; the answer."""
+        """Calls ReturnWindows with [(descriptor, fd)]."""
         return give_back(self.directory, self.token, group.spec.name, found)
 
     def open(self, job: str, **more) -> session_service_pb2.OpenSessionResponse:
@@ -113,7 +119,7 @@ class Client(Stubs):
         )
 
     def how(self) -> dict:
-        """Arguments of a call that is not waited for."""
+        """Arguments of a call that nobody waits for."""
         return {"timeout": 2 * WAIT_S, "metadata": self.metadata}
 
     def create_request(
@@ -141,7 +147,7 @@ class Client(Stubs):
         )
 
     def fetch(self, group, ranks=()):
-        """Acquires and redeems; in this process [(descriptor, fd)]."""
+        """Acquires and redeems a ticket; in this process it returns [(descriptor, fd)]."""
         ticket = self.ticket(group, ranks).ticket
         if self.process is not None:
             return self.process.do("redeem", self.directory, self.token, ticket)
@@ -157,7 +163,7 @@ class Client(Stubs):
         return self.call(self.groups.ReportAttached, request, timeout=wait_s + WAIT_S).group
 
     def ready(self, spec, **more):
-        """Creates, fetches and reports; the READY group."""
+        """Creates, fetches and reports; returns the READY group."""
         group = self.create(spec, **more).group
         if spec.transport != "xla":
             close_fds(self.fetch(group))
@@ -182,7 +188,7 @@ class Client(Stubs):
         return [registered(x) for x in answer.layers], [registered(x) for x in answer.stacks]
 
     def beat(self, progress: int = 0) -> session_service_pb2.HeartbeatResponse:
-        """A heartbeat; its answer."""
+        """Sends a heartbeat; returns the answer."""
         request = session_service_pb2.HeartbeatRequest(progress=progress)
         return self.call(self.sessions.Heartbeat, request)
 

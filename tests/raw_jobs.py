@@ -1,4 +1,4 @@
-"""Jobs of two raw client processes, and how they come back after a restart of the daemon."""
+"""Jobs of two raw client processes, and how they resume after a restart of the daemon."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STACKS = [wire.LayerStackSpec(layer_specs.LayerSpec("blocks", top_k=1), 4)]
 
 
 def created(clients, spec=SPEC):
-    """Answers to CreateGroup of processes with one rank each, at once."""
+    """Calls CreateGroup in all processes at once, one rank each; returns the answers."""
     requests = [
         client.groups.CreateGroup.future(client.create_request(spec, [rank]), **client.how())
         for rank, client in enumerate(clients)
@@ -21,7 +21,7 @@ def created(clients, spec=SPEC):
 
 
 def attached(clients, answers):
-    """The READY group of processes that have these answers and map their windows."""
+    """Maps the windows of these answers in their processes; returns the READY group."""
     for client, answer in zip(clients, answers, strict=True):
         client.fetch(answer.group)
     reports = [
@@ -35,12 +35,12 @@ def attached(clients, answers):
 
 
 def attached_pair(clients, spec=SPEC):
-    """The READY group of two processes with one rank each."""
+    """Returns the READY group of two processes with one rank each."""
     return attached(clients, created(clients, spec))
 
 
 def ready_pair(daemon, spec=SPEC):
-    """Two processes with one rank each, the group READY, layers registered."""
+    """Makes two processes with one rank each, a READY group and registered layers."""
     clients = [daemon.client(process=True) for _ in range(2)]
     group = attached_pair(clients, spec)
     layers, stacks = clients[0].register(group, LAYERS, STACKS)
@@ -48,7 +48,7 @@ def ready_pair(daemon, spec=SPEC):
 
 
 def come_back(clients, group, layers):
-    """Every process resumes, restores and gives its windows back; the last answer."""
+    """Every process resumes, restores and returns its windows; returns the last answer."""
     for rank, client in enumerate(clients):
         assert client.resume()
         answer = client.restore(group, [rank], layers)

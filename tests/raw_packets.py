@@ -12,7 +12,7 @@ from pathlib import Path
 from ep_runtime import specs, wire
 from ep_runtime.v1 import fd_socket_pb2
 
-WAIT_S = 60.0  # no test waits longer for anything, the start of a process on a busy machine too
+WAIT_S = 60.0  # the longest wait of any test, including a process's start on a busy machine
 
 
 def make_spec(name: str = "moe", ranks: int = 2, **changes) -> specs.GroupSpec:
@@ -33,7 +33,7 @@ def make_spec(name: str = "moe", ranks: int = 2, **changes) -> specs.GroupSpec:
 def connect(directory: Path) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(WAIT_S), 0))
-    connection.connect(str(Path(directory) / wire.FD_SOCKET))  # waits where the backlog is full
+    connection.connect(str(Path(directory) / wire.FD_SOCKET))  # waits while the backlog is full
     connection.settimeout(WAIT_S)
     return connection
 
@@ -42,7 +42,7 @@ def receive(connection: socket.socket) -> tuple[fd_socket_pb2.FdReply, list[int]
     how = (wire.MAX_PACKET_BYTES, socket.CMSG_SPACE(4 * wire.MAX_FDS_PER_PACKET), 0)
     try:
         data, ancillary, flags, _ = connection.recvmsg(*how)
-    except ConnectionResetError:  # told before what was sent ahead of it
+    except ConnectionResetError:  # the error arrived before the answers to earlier packets
         data, ancillary, flags, _ = connection.recvmsg(*how)
     assert not flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC)
     if not data:
@@ -60,7 +60,7 @@ def receive(connection: socket.socket) -> tuple[fd_socket_pb2.FdReply, list[int]
 def hello(directory: Path, **changes) -> fd_socket_pb2.Welcome:
     greeting = {"api_versions": ["v1"], "client_version": "raw", "pid": os.getpid(), **changes}
     with connect(directory) as connection:
-        with contextlib.suppress(BrokenPipeError):  # who is turned away has an answer already
+        with contextlib.suppress(BrokenPipeError):  # a refused client already has its answer
             connection.send(
                 fd_socket_pb2.FdRequest(hello=fd_socket_pb2.Hello(**greeting)).SerializeToString()
             )
@@ -68,7 +68,7 @@ def hello(directory: Path, **changes) -> fd_socket_pb2.Welcome:
 
 
 def redeem(directory: Path, token: str, ticket: str):
-    """[(descriptor, fd)] of a ticket; the caller closes them."""
+    """Redeems a ticket; returns [(descriptor, fd)], which the caller closes."""
     request = fd_socket_pb2.RedeemTicket(session_token=token, ticket=ticket)
     found = []
     with connect(directory) as connection:
@@ -83,7 +83,7 @@ def redeem(directory: Path, token: str, ticket: str):
 
 
 def give_back(directory: Path, token: str, group: str, found) -> fd_socket_pb2.WindowsReturned:
-    """Returns [(descriptor, fd)] to a daemon that started again; the caller keeps the fds."""
+    """Returns [(descriptor, fd)] to a restarted daemon; the caller keeps the fds."""
     answer = fd_socket_pb2.WindowsReturned()
     with connect(directory) as connection:
         for first in range(0, len(found), wire.MAX_FDS_PER_PACKET):

@@ -1,4 +1,4 @@
-"""Client processes of their own that do what they are told, until they are killed."""
+"""Client processes that run a test's commands until they are killed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _child_spoil_board(state, generation):
 
 
 def _child_board(state):
-    """What the board of the fetched windows says: (generation, poison generation, reason, rank)."""
+    """Reads (generation, poison generation, reason, rank) from the board of the fetched windows."""
     (item, fd), *_ = state["fds"]
     with mmap.mmap(fd, item.bytes) as mapped:
         header = board.read_header(mapped)
@@ -78,7 +78,7 @@ def _child_map(state):
 
 
 def _child_fork(state, directory):
-    """Leaves a child of ours behind that keeps every descriptor open; returns its pid."""
+    """Forks a child that keeps every descriptor open after we end; returns its pid."""
     state["connection"] = connect(directory)
     reader, writer = os.pipe()
     pid = os.fork()
@@ -102,7 +102,7 @@ def _child_become(state, uid):
 
 
 def _child_squat(state, directory):
-    """Listens on sockets named as the daemon's; every user may connect."""
+    """Listens on sockets with the daemon's names; every user may connect."""
     directory.mkdir()
     directory.chmod(0o755)
     kinds = {wire.FD_SOCKET: socket.SOCK_SEQPACKET}
@@ -116,7 +116,7 @@ def _child_squat(state, directory):
 
 
 def _child_linger(state, directory, linger_s, packets):
-    """Sends packets, the last one with a TCP socket whose last close waits for `linger_s`."""
+    """Sends packets, the last with a TCP socket whose last close waits for `linger_s`."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -134,7 +134,7 @@ def _child_linger(state, directory, linger_s, packets):
 
 
 def _child_heard(state):
-    """What came on the squatted sockets' connections until now."""
+    """Returns the bytes that clients have sent to the squatted sockets so far."""
     said = []
     for listener in state["listening"]:
         listener.setblocking(False)
@@ -148,10 +148,10 @@ def _child_heard(state):
 
 
 def _child_enter_namespace(state, uid):
-    """Becomes a user in a namespace that knows no other: root shows as the overflow uid."""
+    """Becomes a user in a namespace without other users: root appears as the overflow uid."""
     _child_become(state, uid)
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(4, 1)  # PR_SET_DUMPABLE: what it has in /proc is its own again
+    libc.prctl(4, 1)  # PR_SET_DUMPABLE: it owns its files in /proc again
     if libc.unshare(0x10000000):  # CLONE_NEWUSER
         raise PermissionError(ctypes.get_errno(), "no user namespaces here")
     with open("/proc/self/uid_map", "w") as uid_map:
@@ -179,7 +179,7 @@ def _child_window_bytes(state):
 
 
 def _child_call(state, module, name, *arguments):
-    """A function of a module that this process has not imported yet."""
+    """Calls a function of a module that this process has not imported yet."""
     return getattr(importlib.import_module(module), name)(state, *arguments)
 
 
@@ -194,14 +194,15 @@ def _child_main(pipe) -> None:
                 pipe.send((False, error))
 
 
-# Children of one server, which has imported what takes them long.
+# Children of one server that has already imported the slow modules.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["raw_process", "jax"])
 
 
 def run_script(script: str, environment: dict[str, str], log: Path, *ends: Connection) -> None:
-    """Runs it in this child as `python -c` would; `ends` become its standard input and, by the
-    descriptor in TEST_TALK_FD, what it says to a test."""
+    """Runs a script in this child as `python -c` would. `ends` become its standard input, and the
+    descriptor in TEST_TALK_FD through which it talks to a test.
+    """
     stdin, talk = (os.dup(end.fileno()) for end in ends)
     output = os.open(log, os.O_WRONLY)
     for number, fd in enumerate((stdin, output, output)):
@@ -214,7 +215,7 @@ def run_script(script: str, environment: dict[str, str], log: Path, *ends: Conne
 
 
 class Process:
-    """A process of its own that does what it is told, until it is killed."""
+    """A separate process that runs commands until it is killed."""
 
     def __init__(self) -> None:
         self._pipe, other = FORKS.Pipe()
@@ -235,7 +236,7 @@ class Process:
         return value
 
     def kill(self) -> None:
-        """SIGKILL, and reaped; who waits for an answer hears of it before the pipe is closed."""
+        """Sends SIGKILL and reaps; a caller that waits for an answer gets its error before that."""
         self._process.kill()
         self._process.join(WAIT_S)
         with self._asked:

@@ -1,4 +1,4 @@
-"""Runs the examples of docstrings, as the reference says: after its first lines, in its order."""
+"""Runs the examples of docstrings after the reference's first lines and in its order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import doc_pages
 from public_names import PUBLIC
 
 START = doc_pages.ROOT / "docs/reference/index.md"
-# Whom users meet first, each after those whose results it goes on from.
+# In the order in which users meet them; each comes after examples whose results it needs.
 FIRST_MET = ["connect", "Session.create_group", "Group.register_layer", "route", "top_k"]
 FIRST_MET += ["dispatch", "grouped_gemm", "grouped_quantize", "combine", "permute", "moe"]
 FIRST_MET += ["quantize_params", "straight_through", "optax.quantizing", "init_moe_state"]

@@ -19,7 +19,7 @@ from typing import Any
 
 import doc_pages
 
-# Of a process that runs a page: what it shows are values, not speed.
+# For a process that runs a page, which shows values, not speed.
 CHEAP = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 BESIDE_TIMEOUT_S = 60.0
 
@@ -44,7 +44,7 @@ def main(page: Path) -> None:
 
 
 def beside(block: doc_pages.Block, address: str, environment: Mapping[str, str]) -> str:
-    """What commands of a second terminal print."""
+    """Returns the output of commands in a second terminal."""
     with tempfile.TemporaryDirectory() as empty:
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", block.code],

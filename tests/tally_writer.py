@@ -11,7 +11,7 @@ from ep_runtime.specs import GroupSpec
 
 
 class Tally:
-    """A client's view of the tally of one rank, where it writes what its calls took."""
+    """A client's view of one rank's tally, to which it adds the times of its calls."""
 
     def __init__(self, mapped: mmap.mmap, spec: GroupSpec, rank: int) -> None:
         self._map, self._spec = mapped, spec

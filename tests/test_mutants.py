@@ -1,4 +1,4 @@
-"""The list of tests/tools/mutants.py: every entry is about the code as it is."""
+"""The list of tests/tools/mutants.py: every entry matches the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lists of `tiers`: each line names a test that is there, and is needed."""
+"""The lists of `tiers`: each line names an existing test, and is needed."""
 
 from __future__ import annotations
 

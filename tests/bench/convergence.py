@@ -35,10 +35,10 @@ from unittest import mock
 STARTED = time.monotonic()
 STOCK = "stock"
 RECIPES = ("bf16", "fp8", "fp8-block", STOCK)
-EVERY = 10  # steps whose mean loss is one number of a file
-LAST = 100 // EVERY  # the numbers that are the final training loss
+EVERY = 10  # steps whose losses are averaged to one number of the file
+LAST = 100 // EVERY  # last numbers, whose mean is the final training loss
 HELD_OUT_BATCHES = 32
-HELD_OUT_FILES = 20  # one file of so many
+HELD_OUT_FILES = 20  # every how many files one is held out
 END_S = 60.0  # how long after --seconds a run may compute its held-out loss and end
 NOT_TEXT = {"site-packages", "dist-packages", "test", "tests"}
 
@@ -178,7 +178,7 @@ def run_one(args: argparse.Namespace, recipe: str, seed: int) -> None:
 
 
 def stock_moe(top_k: int) -> Callable[..., Any]:
-    """`ep.moe` as plain JAX computes it: the same router, loss and weights, experts in bf16."""
+    """Computes `ep.moe` in plain JAX: the same router, loss and weights, with experts in bf16."""
     import jax
     import jax.numpy as jnp
     from jax import lax
@@ -205,7 +205,7 @@ def stock_moe(top_k: int) -> Callable[..., Any]:
 
 
 def texts() -> tuple[Any, Any]:
-    """Bytes to train on, and bytes held out: whole files of the standard library, by path."""
+    """Returns (training bytes, held-out bytes): whole files of the standard library, by path."""
     import numpy as np
 
     root = Path(sysconfig.get_path("stdlib"))
@@ -221,7 +221,9 @@ def texts() -> tuple[Any, Any]:
 
 
 def report(folder: Path) -> Iterator[str]:
-    """The table of a folder's runs, then each recipe's distance from plain JAX and the noise."""
+    """Prints a table of a folder's runs, then each recipe's distance from plain JAX
+    and the noise.
+    """
     runs = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
     by = {(run["recipe"], run["seed"]): run for run in runs}
     seeds = sorted({run["seed"] for run in runs})

@@ -1,4 +1,4 @@
-"""Loop lag and memory of a daemon under what its users and strangers may send.
+"""Measures a daemon's loop lag and memory under anything that users and strangers may send.
 
     python tests/bench/daemon_attacks.py
 
@@ -26,7 +26,7 @@ from raw_client import Client, Stubs, close_fds, connect, make_spec, new_op_id
 from ep_runtime import board, board_abi, errors, wire
 from ep_runtime.v1 import fd_socket_pb2, group_service_pb2, layer_service_pb2, types_pb2
 
-SAMPLED_S = 2.0  # the reaper comes by in that time, more than once
+SAMPLED_S = 2.0  # long enough for several rounds of the reaper
 _pause = threading.Event()  # never set: waits of a given length
 
 
@@ -40,7 +40,7 @@ def idle(daemon: DaemonProcess, client: Client) -> None:
 
 
 def header(field: str, value: int) -> Callable[[DaemonProcess, Client], None]:
-    """Writes a field of the board's header; the daemon is asked for everything, and left alone."""
+    """An attack: writes one field of the board's header, calls every list, and pauses."""
 
     def attack(daemon: DaemonProcess, client: Client) -> None:
         found = client.fetch(client.create(make_spec("header")).group)
@@ -57,7 +57,7 @@ def header(field: str, value: int) -> Callable[[DaemonProcess, Client], None]:
 
 
 def chain(daemon: DaemonProcess, client: Client) -> None:
-    """1,024 ranks of which each waits for the next one."""
+    """Makes a board of 1,024 ranks, each of which waits for the next one."""
     spec = make_spec("chain", ranks=1024, hidden_size=1, max_tokens_per_rank=1, num_experts=1024)
     found = client.fetch(client.create(spec).group)
     offset = board.board_layout(spec).ranks_offset
@@ -135,7 +135,7 @@ def refused_hellos(daemon: DaemonProcess, client: Client) -> None:
 
 
 def hellos_at_once(daemon: DaemonProcess, client: Client) -> None:
-    """As many as one user may have connections, ten times."""
+    """Opens as many connections as one user may have, ten times."""
     hello = fd_socket_pb2.FdRequest(hello=fd_socket_pb2.Hello(api_versions=["v1"], pid=1))
     for _ in range(10):
         with contextlib.ExitStack() as held:
@@ -148,7 +148,7 @@ def hellos_at_once(daemon: DaemonProcess, client: Client) -> None:
 
 
 def unread_answers(daemon: DaemonProcess, client: Client) -> None:
-    """Of 20 connections with 250 calls each, of which no answer finds room."""
+    """Opens 20 connections with 250 calls each, and gives no answer room to arrive."""
     client.create(make_spec("unread"))
     request = group_service_pb2.GetGroupRequest(name="unread").SerializeToString()
     with contextlib.ExitStack() as held:

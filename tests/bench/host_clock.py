@@ -1,4 +1,4 @@
-"""A clock in the place of a GPU's, for the tests of the GPU benches."""
+"""Replaces the GPU's clock by the host's, for tests of the GPU benches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 def host_clock(
     token: jax.Array, arrays: Sequence[jax.Array], hold_ns: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The clock of the host, read once the arrays are there."""
+    """Reads the host's clock once the arrays are ready."""
     del hold_ns
 
     def read(token: Any, *arrays: Any) -> Any:

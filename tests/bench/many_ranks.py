@@ -1,4 +1,4 @@
-"""Many nodes' daemons in one process, on simulated time: groups form, lose a process, form again.
+"""Runs daemons of many nodes on simulated time: groups form, lose a process and form again.
 
 python tests/bench/many_ranks.py --nodes 512 --groups 1
 
@@ -24,13 +24,13 @@ from schedules.cluster import SimulatedCluster, simulated  # noqa: E402
 from schedules.daemons import COORDINATOR  # noqa: E402
 from schedules.links import Links  # noqa: E402
 
-JOIN_S = 10.0  # all nodes know of each other after a poll
+JOIN_S = 10.0  # after one poll all nodes know each other
 WAIT_S = 60.0
-END_S = 2.0  # all nodes know of it
+END_S = 2.0  # after this time all nodes know of the end
 
 
 class CountedLinks(Links):
-    """Adds up what is sent."""
+    """Adds up the bytes that links send."""
 
     num_bytes = 0
 
@@ -98,7 +98,7 @@ async def run(cluster: SimulatedCluster, ranks_per_node: int, groups: int) -> No
             raise SystemExit(f"groups did not form: {sorted({*found})}; {cluster.said[-3:]}")
 
     async def lose() -> None:
-        """One process of each group ends; the others stop once they hear of it."""
+        """Ends one process of each group; the others stop when they learn of it."""
         for members in processes:
             members[-1].die()
         await asyncio.gather(

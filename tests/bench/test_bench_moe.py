@@ -53,7 +53,7 @@ def order_of(subject: str) -> LayerOrder:
 def test_stock_is_the_layer_and_drops_only_past_its_capacity(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """XLA on CPU has no ragged_all_to_all: the same by gathering what all ranks send."""
+    """Replaces ragged_all_to_all, which XLA on CPU lacks: gathers all that ranks send."""
 
     def ragged(x: Any, out: Any, *where: Any, axis_name: str) -> Any:
         arrays = [jax.lax.all_gather(a, axis_name) for a in (x, *where)]
@@ -112,7 +112,7 @@ def test_a_process_measures_both_variants_and_their_kernels(
     assert heard == [clients.READY, clients.COMPILED]
     assert [step.variant for step in measured.steps] == [REMAT, ""]
     for step in measured.steps:
-        assert [*step.step_s] == [1.0]  # one is enough by a clock that runs so fast
+        assert [*step.step_s] == [1.0]  # one step is enough, because the fake clock is fast
         assert step.enqueued_s == 1.0 / client.ENQUEUED
         assert step.planned_bytes > 0
     assert measured.window_bytes > 0
@@ -242,7 +242,7 @@ def test_what_finds_no_row_is_counted() -> None:
         x = jnp.ones((RANKS * case.tokens, case.hidden))
         to_one_rank = jnp.zeros_like(router).at[:, :2].set([2.0, 1.0])
         dropped = client._run(order, layer, x, to_one_rank, wi, wo)[2].dropped
-    # Its even share is all that a rank has room for.
+    # A rank has room for its even share only.
     assert group.capacity_per_rank == case.tokens * case.top_k
     assert dropped == (RANKS - 1) * case.tokens * case.top_k
 

@@ -1,4 +1,4 @@
-"""Routings of the bench, and `bench plan`: rows as one token at a time counts them."""
+"""Tests `bench plan` and its routings against counts of one token at a time."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_all_rows_cross_if_almost_all_are_needed() -> None:
 
 
 def test_bytes_of_nvlink_are_those_measured() -> None:
-    """GB/s times microseconds of dispatch, T=8192, on the page of results."""
+    """Expects GB/s times microseconds of dispatch at T=8192, from the page of results."""
     layer: dict[str, Any] = {"cases": ("deepseek-v3-like",), "tokens_per_rank": 1024}
     for gpus, measured in ((2, 194e9 * 604e-6), (4, 316e9 * 1009e-6)):
         _, links, _ = plan.run(options(nodes=1, gpus_per_node=gpus, **layer))
@@ -82,7 +82,7 @@ def test_bytes_of_nvlink_are_those_measured() -> None:
 
 
 def test_times_are_those_measured() -> None:
-    """Of block calls on two H100s, to which the model was fitted."""
+    """The model was fitted to block calls on two H100s; its times stay near those."""
     measured = {"8-layers": 5.33, "deepseek-like": 15.9, "small-experts": 4.65}
     *_, times = plan.run(options(nodes=1, gpus_per_node=2, cases=tuple(measured)))
     found = {row["case"]: row["call_ms"] for row in times.rows}
@@ -90,7 +90,9 @@ def test_times_are_those_measured() -> None:
 
 
 def test_a_config_routes_as_its_router_does(tmp_path: Path) -> None:
-    """DeepSeek-V3 takes half of its groups of experts, here a node each, for a token."""
+    """DeepSeek-V3 picks half of its groups of experts for a token; here each group
+    is on one node.
+    """
     released = json.loads((Path(__file__).parent.parent / "families/released.json").read_text())
     config = tmp_path / "config.json"
     config.write_text(json.dumps(released["DeepSeek-V3"]))
@@ -134,7 +136,7 @@ def test_json_has_memory_links_and_time(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_block_scales_halve_what_crosses_before_the_experts() -> None:
-    """Bytes of rows: of three exchanges in five."""
+    """Rows are halved in three of the five exchanges."""
     cluster = options(nodes=4, cases=("deepseek-v3-like",), recipes=("none", "fp8", "fp8-block"))
     case = cluster.layers["deepseek-v3-like"]
     call = plan._call(cluster, case, plan._group(cluster, case, "fast"))
@@ -176,7 +178,7 @@ def rank_of(expert: int) -> int:
 
 
 def counted(idx: routing.Ints) -> routing.Ints:
-    """Rows from source to rank, counted one by one."""
+    """Counts rows from each source to each rank, one by one."""
     rows = np.zeros((RANKS, RANKS), np.int32)
     for number, experts in enumerate(idx):
         for rank in {rank_of(expert) for expert in experts}:

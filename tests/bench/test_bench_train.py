@@ -1,4 +1,4 @@
-"""The bench of whole training steps without a GPU: models on CPU devices, tables from figures."""
+"""Tests the bench of whole training steps without a GPU: models on CPU devices, and tables."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def order_of(subject: str, **change: Any) -> TrainOrder:
 def test_both_train_the_same_model(
     monkeypatch: pytest.MonkeyPatch, address: str, beside: str
 ) -> None:
-    """Ours also with copies of its state, in turns with steps that make none."""
+    """Our layer also runs with copies of its state, in turns with steps that make no copy."""
     monkeypatch.setattr(client, "start_jax", lambda *args: None)
     monkeypatch.setattr(model, "LEARNING_RATE", 1e-2)
     monkeypatch.setattr(stock_layer, "CAPACITY_FACTOR", float(MODEL.num_experts))  # no drops
@@ -125,7 +125,7 @@ def test_weights_are_quantized_once_a_step_with_8_bit_recipes_alone(
     assert [order.label for order in found] == ["memfd", *of_fp8]
 
 
-@pytest.mark.slow  # as tests/modules/test_quantized_once.py says of the library
+@pytest.mark.slow  # see tests/modules/test_quantized_once.py for the library
 @pytest.mark.filterwarnings("ignore:builtin type .* has no __module__:DeprecationWarning")
 def test_weights_that_are_quantized_once_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "start_jax", lambda *args: None)
@@ -137,7 +137,7 @@ def test_weights_that_are_quantized_once_train_alike(monkeypatch: pytest.MonkeyP
         losses.append(np.array(found.losses))
     assert losses[0][-1] < losses[0][0]
     assert losses[1][0] == losses[0][0]
-    # XLA fuses what is around the block in another way, and 8 bits make steps of small changes.
+    # XLA fuses code around the block differently, and 8 bits turn small changes into steps.
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-2)
 
 

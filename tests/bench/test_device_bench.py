@@ -1,4 +1,4 @@
-"""The GPU benches without a GPU: their programs on CPU devices, by a clock of the host."""
+"""Tests the GPU benches without a GPU: programs run on CPU devices, timed by the host's clock."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_transport_of_collectives_is_compared_with(session: ep.Session) -> N
 
 
 def reached(jaxpr: Any, first: int) -> list[bool]:
-    """Which results depend on operand `first`, an equation taken as a whole."""
+    """Finds which results depend on operand `first`; an equation counts as a whole."""
     known = {jaxpr.invars[first]}
     for equation in jaxpr.eqns:
         if any(isinstance(v, Hashable) and v in known for v in equation.invars):
@@ -116,7 +116,7 @@ def operands_of(call: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("transport", ["memfd", "xla"])
 def test_every_call_waits_for_the_one_before(session: ep.Session, transport: str) -> None:
-    """XLA may merge or reorder whatever does not depend on the token."""
+    """XLA may merge or reorder anything that does not depend on the token."""
     bench = bench_of(OPTIONS, session)
     call = call_of(bench, session, transport)
     ops, operands = device_ops.our_ops(call), operands_of(call)

@@ -1,4 +1,4 @@
-"""The table of the GPU bench, from times that are made up."""
+"""Tests the table of the GPU bench with invented times."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CLOCK = DeviceSample("clock", "clock", 128, "", "fast", 0, 0, [2.0, 4.0, 3.0], [
 def sample(
     op: str, subject: str, us: float, *, precision: str = "fast", sms: int = 0, **more: Any
 ) -> DeviceSample:
-    times = [us + 2.0, us + 3.0, us + 10.0]  # with a reading of the clock, 3 us
+    times = [us + 2.0, us + 3.0, us + 10.0]  # including a read of the clock, 3 us
     blocks = 0 if subject in ("xla",) or op == "prepare" else sms or 40
     step_s = more.get("step_s", [])
     name = more.get("routing", "uniform")
@@ -43,7 +43,7 @@ def sample(
 
 
 def row_of(samples: list[DeviceSample]) -> dict[str, Any]:
-    """The row of the last one."""
+    """Returns the table's last row."""
     rows = gpu_movement.make_rows(OPTIONS, [CLOCK, *samples])
     last = samples[-1]
     (found,) = (
@@ -232,7 +232,7 @@ def test_a_peer_that_is_not_installed_names_its_extra(monkeypatch: pytest.Monkey
 
 
 class FakeNvml:
-    """Two GPUs, each of which draws 500 W of a clock that a step moves on by 10 ms."""
+    """Fakes two GPUs that draw 500 W each, and a clock that each step advances by 10 ms."""
 
     NVMLError = OSError
 

@@ -1,4 +1,4 @@
-"""The peer in PyTorch, on CPU: it computes the layer that it is measured as."""
+"""The PyTorch peer of the bench, on CPU, computes the layer that the bench times."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ORDER = LayerOrder(subject=TORCH, name="tiny", case=CASE, **HOW)
 
 @dataclasses.dataclass(frozen=True)
 class Computed:
-    """The largest differences of the result and of each gradient, of their largest value."""
+    """Largest differences of the result and of each gradient, relative to its largest value."""
 
     differences: list[float]
 

@@ -1,4 +1,4 @@
-"""Kernels of a recorded step, by the part of the layer that they belong to."""
+"""Assigns kernels of a recorded step to parts of the layer."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ def test_steps_without_instructions_serve_the_parts_of_one_that_has_them() -> No
         KernelTime("forward experts", "GemmKernel", 1.0, 1.0),
         KernelTime("", "MemcpyD2D", 0.5, 0.5),
     ]
-    # A step lasts from where a kernel of it began to where that one began again.
+    # A step lasts from the start of one of its kernels to that kernel's next start.
     found = trace._totals(events, parts, 1, 1)
     assert (found.step_s, found.idle_s) == (4.0, 0.0)
 
 
 def test_no_part_of_a_recorded_step_takes_longer_than_the_step() -> None:
-    """Of 9 steps of 92 ms on an H100: fills that ran in the first ones alone, four times nine."""
+    """In 9 steps of 92 ms on an H100, some fills ran only in the first steps, 36 times."""
     said = json.loads(gzip.decompress((_HERE / "recorded_step.json.gz").read_bytes()))
     events = [trace._Event(*each) for each in said["events"]]
     found = trace._totals(events, said["parts"], said["warm"], said["steps"])

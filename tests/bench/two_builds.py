@@ -1,4 +1,4 @@
-"""Steps of two checkouts in turns, so that a warmer or slower machine changes both alike.
+"""Times steps of two checkouts in turns, so that a change of temperature affects both alike.
 
     python tests/bench/two_builds.py OTHER moe --cases deepseek-like --tokens 128
     python tests/bench/two_builds.py --turns 20 OTHER train --models 8-layers --recipe fp8-block
@@ -30,17 +30,19 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TURN_S = 1.0  # counters of energy move every 20 to 100 ms
-LIMIT_S = 300.0  # of a turn, or of starting and compiling
+LIMIT_S = 300.0  # limit of a turn, and of starting and compiling
 WARM = ENQUEUED = 10
 _MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.45"}
 
 
 def compare(other: Path, bench: Sequence[str], turns: int) -> dict[str, list[tuple[float, float]]]:
-    """(this checkout's, OTHER's) milliseconds and joules of a step in each pair of turns."""
+    """Returns (this checkout's, OTHER's) milliseconds and joules of a step in each
+    pair of turns.
+    """
     found: dict[str, list[tuple[float, float]]] = {"ms": [], "joules": []}
     with _Build(ROOT, bench) as mine, _Build(other, bench) as theirs:
         for number in range(turns):
-            # Who goes first alternates: what warms up in a pair is nobody's advantage.
+            # The builds take turns to go first, so that a warm-up within a pair favours neither.
             pair = (mine, theirs) if number % 2 == 0 else (theirs, mine)
             each = {build: build.turn() for build in pair}
             for name, pairs in found.items():
@@ -52,7 +54,7 @@ def compare(other: Path, bench: Sequence[str], turns: int) -> dict[str, list[tup
 
 
 def lines(found: dict[str, list[tuple[float, float]]]) -> Iterator[str]:
-    """The report."""
+    """Formats the report."""
     for name, pairs in found.items():
         if not pairs:
             continue
@@ -71,7 +73,7 @@ class _Build:
 
     def __init__(self, root: Path, bench: Sequence[str]) -> None:
         paths = os.pathsep.join(str(root / part) for part in ("", "server", "client"))
-        step = root / "tests/bench/two_builds.py"  # which knows the modules of its checkout
+        step = root / "tests/bench/two_builds.py"  # it imports the modules of its checkout
         command = [sys.executable, "-P", str(step), "--step", str(root), *bench]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         environment = {**os.environ, **_MEMORY, "PYTHONPATH": paths}
@@ -80,7 +82,7 @@ class _Build:
 
     def __enter__(self) -> _Build:
         try:
-            self._hear()  # it has started and compiled, while nothing else runs
+            self._hear()  # it starts and compiles while nothing else runs
         except BaseException:
             self.__exit__()
             raise
@@ -93,7 +95,7 @@ class _Build:
         self._process.wait()
 
     def turn(self) -> dict[str, Any]:
-        """Milliseconds and joules of a step, now."""
+        """Runs a step now and returns its milliseconds and joules."""
         assert self._process.stdin is not None
         self._process.stdin.write("turn\n")
         self._process.stdin.flush()
@@ -118,7 +120,7 @@ def _say(text: str) -> None:
 
 
 def run_steps(bench: Sequence[str]) -> None:
-    """In a process of its own: a turn for each line that comes in, until one says otherwise."""
+    """Child process: runs one turn for each line it reads, until a line tells it to stop."""
     from ep_runtime_bench.base import energy
     from ep_runtime_bench.base.clients import warm_daemon
 

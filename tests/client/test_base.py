@@ -1,4 +1,4 @@
-"""Axes and devices of a mesh, which transport they take; and what JAX is doing."""
+"""Tests a mesh's axes and devices, the transport chosen for it, and reads of JAX's state."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_transports_that_cannot_be_say_why(mesh: Any) -> None:
 
 
 class Gpus:
-    """What `resolve_transport` reads of a mesh of GPUs."""
+    """The facts of a mesh of GPUs that `resolve_transport` reads."""
 
     def __init__(self, *slices: int, capability: str = "9.0") -> None:
         self.devices = np.array(
@@ -90,7 +90,7 @@ class Gpus:
 
 
 class Reaching:
-    """A CUDA library on a host whose GPUs reach each other, but for some pairs."""
+    """A fake CUDA library of a host where all GPUs reach each other, except some pairs."""
 
     def __init__(self, *apart: tuple[int, int]) -> None:
         self._apart = apart
@@ -106,7 +106,7 @@ class Reaching:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Reaching], None]:
-    """Puts a library in the CUDA library's place."""
+    """Replaces the CUDA library by a fake one."""
 
     def put(made: Reaching) -> None:
         monkeypatch.setattr(meshes, "devices_of", lambda mesh: mesh.devices)
@@ -158,7 +158,7 @@ def test_gpus_take_nccl_where_it_is_asked_for_and_a_libnccl_is_there(
 
 
 class SomeNccl:
-    """A libnccl that can be used, or one that says why not."""
+    """A fake libnccl that is usable, or one whose error says why it is not."""
 
     def __init__(self, reason: str = "") -> None:
         self._reason = reason

@@ -1,4 +1,4 @@
-"""Communicators beside windows: made in the background, shown, ended with their group."""
+"""Communicators of groups with windows: made in the background, shown, ended with their group."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def of(rank: Rank, generation: int) -> beside.Beside:
 
 @pytest.fixture
 def made(ranks: Ranks) -> Iterator[list[beside.Beside]]:
-    """Those of both processes, under way."""
+    """Starts making the communicators of both processes."""
     both, generation = ranks
     found = [of(rank, generation) for rank in both]
     yield found
@@ -74,7 +74,7 @@ def test_they_get_ready_with_one_channel_and_no_call(
     assert tried() == so_far  # nothing ran on a GPU
     assert summed(groups) == []
     fake.set("wrong_sum", 1)
-    assert "an all-reduce gave 4" in str(summed(groups, 1.0))  # the other one may wait in vain
+    assert "an all-reduce gave 4" in str(summed(groups, 1.0))  # the other process may wait in vain
 
 
 def summed(groups: list[nccl.NcclGroup], budget_s: float = WAIT_S) -> list[EpRuntimeError]:
@@ -134,7 +134,7 @@ def test_a_close_ends_ready_ones_in_good_order(
 ) -> None:
     for one in made:
         one.await_ready(WAIT_S)
-    made[0].stop_making()  # they are made
+    made[0].stop_making()  # the communicators are made
     assert fake.count("aborts") == 0
     for one in made:
         one.close()
@@ -205,7 +205,7 @@ def test_a_failure_after_they_were_ready_is_shown(
 
 @pytest.fixture
 def windows_with_nccl(fake: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups on CPU windows get communicators as those on GPUs do, once NCCL has its kernels."""
+    """Groups on CPU windows get communicators as groups on GPUs do, once NCCL has its kernels."""
     monkeypatch.setattr(forming, "WITH_NCCL_BESIDE", ("memfd",))
     monkeypatch.setattr(beside, "_loaded", set(range(64)))
 
@@ -224,7 +224,7 @@ def test_kernels_are_loaded_once_where_a_process_has_several_devices(
         beside.load_kernels(nccl.library(), ordinals)
         assert fake.count("inits") == fake.count("aborts") == inits, ordinals
     fake.set("init_result", 1)
-    for _ in range(2):  # what failed is tried again
+    for _ in range(2):  # failed steps are retried
         with pytest.raises(EpRuntimeError, match=r"init of rank [01]: fake error"):
             beside.load_kernels(nccl.library(), [4, 5])
 
@@ -233,7 +233,9 @@ def test_kernels_are_loaded_once_where_a_process_has_several_devices(
 def test_a_group_goes_on_where_kernels_are_not_loaded(
     address: str, mesh: Any, fake: FakeNccl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It makes no communicators then, which would load them beside the steps, and says why."""
+    """The group makes no communicators then, and says why: their kernels would load
+    during steps.
+    """
     said: list[str] = []
 
     def load(library: nccl.NcclLibrary, ordinals: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""`ep-runtime certs`: TLS can use what it writes, and it harms no file that is there."""
+"""`ep-runtime certs` writes certificates that TLS can use, and never damages existing files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def context(directory: Path, name: str, side: int, *, ca: Path | None = None) ->
 
 
 def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, host: str) -> dict:
-    """What the server knows of the client when both are content; raises where one is not."""
+    """Returns the client's identity as the server sees it; raises if either side refuses."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     one = client.wrap_bio(to_client, to_server, server_hostname=host)
     other = server.wrap_bio(to_server, to_client, server_side=True)
@@ -93,7 +93,7 @@ def test_no_file_is_overwritten_unless_forced_and_the_authority_never_is(tmp_pat
     assert make(tmp_path, "b", "a") == 1
     assert f"{tmp_path}/a.pem is there and is not overwritten" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    assert make(tmp_path, "b") == 0  # a node more, under the same authority
+    assert make(tmp_path, "b") == 0  # another node, under the same authority
     assert make(tmp_path, "a", "--force") == 0
     after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert {name for name in before if before[name] != after[name]} == {"a.key", "a.pem"}

@@ -1,4 +1,4 @@
-"""Commands in a cluster: every node shows all of it, and nodes that are away or answer anything."""
+"""Commands in a cluster show all nodes, also when nodes are away or answer nonsense."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WAIT_S = 30.0
 
 
 class Node:
-    """A daemon of the cluster, and one command asked of it."""
+    """Starts a daemon of a cluster and runs one command against it."""
 
     def __init__(self, name: str, role: str, address: str) -> None:
         self.name = name
@@ -57,7 +57,7 @@ class Node:
             return daemon.status()["cluster"]["link"]
 
     def ask(self, capsys: Any, *words: str) -> tuple[int, str, str]:
-        """Exit code, standard output, standard error."""
+        """Returns exit code, standard output and standard error."""
         code = cli.main([*words, "--address", f"unix://{self.directory}"])
         captured = capsys.readouterr()
         return code, captured.out, captured.err
@@ -75,7 +75,7 @@ class Node:
 
 @contextlib.contextmanager
 def opened() -> Iterator[tuple[Node, Node]]:
-    """a, which coordinates, and b, which joined; each with a group of its own."""
+    """Starts node a, the coordinator, and node b, which joined; each has its own group."""
     address = place()
     a = Node("a", "--coordinator", address)
     b = Node("b", "--join", address)
@@ -165,7 +165,7 @@ def test_a_node_that_is_away_is_said_with_since_when(parted, capsys):
     assert code == 3
     (row,) = [line.split() for line in text.splitlines() if line.startswith(f"{gone.name} ")]
     assert row[1] == "UNREACHABLE"
-    assert left.ask(capsys, "status", "--ready")[0] == 0  # the daemon itself is well
+    assert left.ask(capsys, "status", "--ready")[0] == 0  # the daemon itself is healthy
     assert left.ask(capsys, "groups", "--node", left.name)[0] == 0
     code, _, error = left.ask(capsys, "groups", "--node", gone.name)
     assert code == 2
@@ -202,7 +202,7 @@ def test_a_daemon_alone_shows_no_node(address, capsys):
 
 GOOD, ODD = fixed.NODES
 Answer = Callable[[str, Any], Any]
-# Of each: the words, and a list that the command reads.
+# (words of the command, a list that the command reads)
 COMMANDS = {
     ("sessions", "--all"): "ListSessions",
     ("groups",): "ListGroups",
@@ -222,7 +222,7 @@ COMMANDS = {
 
 @contextlib.contextmanager
 def _odd(answer: Answer) -> Iterator[None]:
-    """The second node answers that."""
+    """Makes the second node give that answer."""
 
     class Daemon(fixed.FixedDaemon):
         def of_node(self, node: str) -> Daemon:
@@ -247,7 +247,7 @@ def _right(method: str, request: Any) -> Any:
 
 
 class Endless:
-    """Lists go on, with as many rows a page."""
+    """A daemon whose lists never end, with `rows` rows a page."""
 
     def __init__(self, rows: int, token: Callable[[int], str] = str) -> None:
         self._rows, self._token = rows, token
@@ -378,7 +378,7 @@ def test_the_screen_says_who_failed(capsys):
 
 
 def test_names_of_any_length_are_sorted():
-    long = "1" * 5000  # int() takes 4,300 digits
+    long = "1" * 5000  # int() accepts at most 4,300 digits
     names = [f"b{long}", "b10", f"b0{long}2", "b9", "b"]
     found = choosing.ordered([{"name": name} for name in names], "name", ())
     assert [row["name"] for row in found] == ["b", "b9", "b10", f"b{long}", f"b0{long}2"]

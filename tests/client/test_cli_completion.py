@@ -1,4 +1,4 @@
-"""What shells complete, by the scripts that the command prints: typed in front of real ones."""
+"""Tests the completion scripts in real shells, by typing into them."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ CASES = {
     "describe group mo": "moe",
     "describe sessions s-": "s-1",
 }
-# Names of a daemon that refused none. Each but the last makes the file `run` in a shell that takes
-# it as more than a word.
+# Names of a daemon that refused none. All but the last make the file `run` in a shell that does not
+# quote them.
 HOSTILE = (
     "$(echo>run)",
     "`echo>run`",
@@ -55,7 +55,7 @@ HOSTILE = (
 )
 STARTS = {f"h{number}x": f"h{number}x{text}" for number, text in enumerate(HOSTILE)}
 NAMES = ("moe", "dense", *HOSTILE, *STARTS.values())
-# How each starts without a user's settings, and a key by which it tells the line and forgets it.
+# How each shell starts without a user's settings, and a key that prints the line and clears it.
 SHELLS = {
     "bash": (
         ["bash", "--norc", "--noprofile", "-i"],
@@ -70,7 +70,7 @@ SHELLS = {
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an `ep-runtime` that knows some names."""
+    """A folder with a fake `ep-runtime` that knows some names."""
     folder = tmp_path_factory.mktemp("completion")
     (folder / "names").write_text("".join(f"{name}\n" for name in NAMES))
     fake = folder / "ep-runtime"
@@ -86,7 +86,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def printed(shell: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    """The script for that shell, in a file."""
+    """Writes the script for that shell to a file."""
     assert cli.main(["completion", shell]) == 0
     script = folder / f"script.{shell}"
     script.write_text(capsys.readouterr().out)
@@ -95,12 +95,12 @@ def printed(shell: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> Pat
 
 def environment(folder: Path) -> dict[str, str]:
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
-    # An empty home: nobody's settings, and room for what zsh remembers of its completion.
+    # An empty home: no user's settings, and a place for zsh's completion cache.
     return {**os.environ, "PATH": path, "HOME": str(folder), "TERM": "xterm", "PS1": "$ "}
 
 
 class Shell:
-    """A shell in front of a terminal."""
+    """A shell that runs in a terminal."""
 
     def __init__(self, name: str, folder: Path) -> None:
         words, self._tell = SHELLS[name]
@@ -122,7 +122,7 @@ class Shell:
         self._until("ready\r")
 
     def complete(self, typed: str) -> str:
-        """The line after a tab."""
+        """Returns the line after a tab."""
         self._type(f"{typed}\t\x14")
         return self._until("<<(.*)>>")
 
@@ -180,7 +180,7 @@ def test_names_of_others_are_completed_and_run_nothing(
 def offered_by_fish(
     folder: Path, capsys: pytest.CaptureFixture[str], typed: Iterable[str]
 ) -> list[list[str]]:
-    """What fish offers for each of the lines."""
+    """Returns the completions that fish offers for each line."""
     if shutil.which("fish") is None:
         pytest.skip("fish is not installed")
     lines = [f"source {printed('fish', folder, capsys)}"]

@@ -1,4 +1,4 @@
-"""`ep-runtime dump`: what a bug report needs is in the archive, and no secret."""
+"""`ep-runtime dump` archives everything a bug report needs, and no secret."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ep_runtime_client.cli.commands import dump
 from ep_runtime_client.cli.daemon import source
 from ep_runtime_client.daemons import runtime
 
-# Each is planted somewhere, and must not be in the archive.
+# Each of these secrets is planted somewhere, and must not be in the archive.
 PLANTED = {
     "environment": "wandb-0123456789",
     "label": "hf_QWERTYUIOP",
@@ -40,7 +40,7 @@ MESSAGE = (
 
 
 def parts_of(path: Path) -> dict[str, Any]:
-    """The archive's documents by name; all text of it under ""."""
+    """Returns the archive's documents by name; the key "" holds all text."""
     found: dict[str, Any] = {"": ""}
     with tarfile.open(path) as archive:
         for member in archive.getmembers():
@@ -75,7 +75,7 @@ def test_no_secret_of_any_kind_is_in_the_archive(
     assert told["labels"]["hf_token"] == dump.REDACTED
     assert (told["labels"]["team"], told["session_id"]) == ("nlp", fixed.SESSION)
     assert parts["about"]["redacted"] > 10
-    assert list(parts["about"]["missing"]) == ["journal"]  # that directory has none
+    assert list(parts["about"]["missing"]) == ["journal"]  # that directory has no daemon
 
 
 def test_a_real_daemons_archive_has_every_part(

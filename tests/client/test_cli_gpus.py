@@ -1,4 +1,4 @@
-"""What `doctor` says of GPUs and NCCL on machines that have them, or half of what they need."""
+"""`doctor` reports GPUs and NCCL on machines that have all, half or none of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ep_runtime_client.cli.machine import gpus
 
 
 class Library:
-    """Our CUDA library, or NCCL's: what it finds, or the error."""
+    """A fake of our CUDA library or of NCCL's, with its findings or its error."""
 
     def __init__(self, found: Any) -> None:
         self._found = found
@@ -32,7 +32,9 @@ class Library:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """machine(modules, found): with these Python modules, and our library's GPUs or none of it."""
+    """machine(modules, found): has these Python modules, and the GPUs our library
+    finds, or none.
+    """
 
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
 

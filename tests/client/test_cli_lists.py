@@ -1,4 +1,4 @@
-"""Lists: which rows, in what order, what changed; one object; and how a watch ends."""
+"""Tests lists: their rows, order and changes, one object in detail, and how a watch ends."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ COLUMNS = (Column("name", "LAYER", priority=IDENTITY), Column("bytes", "BYTES", 
         (None, [10, 2, 1]),
         ("LAYER", [1, 2, 10]),
         ("-layer", [10, 2, 1]),
-        ("bytes", [10, 2, 1]),  # without a value comes last
+        ("bytes", [10, 2, 1]),  # rows without a value come last
         ("-BYTES", [2, 10, 1]),
         ("state", [2, 10, 1]),
     ],
@@ -94,7 +94,7 @@ def test_a_group_of_several_nodes_is_described_once() -> None:
         ("7a", "a"),
         ("7b", "b"),
     ]
-    assert len(describe._together([row("a", 0), row("b", 0)])) == 2  # each node's own
+    assert len(describe._together([row("a", 0), row("b", 0)])) == 2  # each node has its own
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_changes_are_what_is_new_other_or_gone() -> None:
         "a x ADDED READY",
         "b x ADDED READY",
     ]
-    assert told(("a", "x", "READY", 2.0), ("b", "x", "READY", 2.0)) == []  # only older
+    assert told(("a", "x", "READY", 2.0), ("b", "x", "READY", 2.0)) == []  # only older events
     assert told(("a", "x", "BROKEN", 3.0), away=("b",)) == ["a x CHANGED BROKEN"]
     assert told(("a", "x", "BROKEN", 4.0)) == ["b x GONE READY"]
     assert told(("a", "x", "BROKEN", 5.0)) == []
@@ -254,7 +254,7 @@ _MOST = 50
 
 
 class Interrupts:
-    """Ctrl-C while this is finalized: Python says that it ignored the exception, and goes on."""
+    """An object whose finalizer presses Ctrl-C: Python reports the exception and continues."""
 
     def __del__(self) -> None:
         os.kill(os.getpid(), signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Names that a daemon knows from before it refused such: every command shows them quoted."""
+"""Every command quotes odd names that a daemon registered before it refused such names."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_programs_get_the_name_and_a_terminal_what_may_be_pasted(
 
 
 def test_a_picture_draws_them_as_they_are(tmp_path: Path) -> None:
-    """matplotlib would read what is between two dollars as a formula."""
+    """matplotlib would read text between two dollars as a formula."""
     pytest.importorskip("matplotlib")
     name = r"$\frac{$(layer)"
     load.write_picture(f"{tmp_path}/x.svg", name, [{"layer": name, "experts": [1, 2]}])

@@ -1,4 +1,4 @@
-"""GPUs as NVML tells them: switches, bridges, plain PCIe, and machines that tell little."""
+"""Reads GPUs from NVML: switches, bridges, plain PCIe, and machines that report little."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GIB = 1 << 30
 
 
 class NvmlError(Exception):
-    """As pynvml's."""
+    """Stands for the error of pynvml."""
 
 
 class FakeNvml:
@@ -125,7 +125,7 @@ def test_gpus_behind_switches_reach_each_other_over_all_their_links(
 
 
 class Library:
-    """A CUDA library for Hopper alone."""
+    """A fake CUDA library built for Hopper only."""
 
     architectures = ("90a",)
 
@@ -135,7 +135,7 @@ class Library:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where it is, once that file is there."""
+    """Returns the library's path; the library counts as installed once that file exists."""
     path = tmp_path / "libep_runtime_cuda.so"
     monkeypatch.setattr(native, "library_path", lambda platform: path)
     monkeypatch.setattr(native, "library", lambda platform: Library())

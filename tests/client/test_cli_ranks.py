@@ -1,4 +1,4 @@
-"""`top`, `load` and `skew` beside a job whose ranks do what the test says."""
+"""Runs `top`, `load` and `skew` next to a job whose ranks do as the test orders."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def running(module_address: str) -> Iterator[Job]:
 
 @pytest.fixture
 def job(running: Job) -> Iterator[Job]:
-    """At its usual pace: 20 ms a step."""
+    """A job at its usual pace: 20 ms a step."""
     running.sleeps[:] = 0.010
     running.held.set()
     yield running
@@ -125,7 +125,7 @@ def test_load_says_how_even_experts_are(job: Job, ask: Any, tmp_path: Any) -> No
     first, second = found["groups"][0]["layers"]
     assert (first["layer"], second["layer"]) == ("first", "second")
     shares = np.array(first["experts"]) / first["rows"]
-    # A step may be under way while ranks are read.
+    # A step may be running while ranks are read.
     wanted = [1 / 8, 1 / 2, 1 / 8, 1 / 8, 0, 0, 0, 1 / 8]
     np.testing.assert_allclose(shares, wanted, atol=0.05)
     assert (first["fullest"], first["unused"]) == (1, 3)
@@ -160,7 +160,7 @@ def test_a_group_returns_what_commands_show(job: Job, ask: Any) -> None:
     assert {*skew.ops} <= {op["op"] for op in shown["groups"][0]["ops"]}
     waits = sum(op.waits for op in skew.ops.values())
     assert waits.shape == (RANKS, RANKS)
-    assert waits[:, 3].max() > 0  # others wait for those that wait for it
+    assert waits[:, 3].max() > 0  # others wait for ranks that wait for it
     assert skew.holds_share.argmax() == 3
     load, (_, shown) = group.load(), ask("load", "moe", "-o", "json")
     assert load.missing == ()
@@ -179,7 +179,7 @@ def test_what_was_is_remembered(job: Job, ask: Any, module_address: str) -> None
         def steps_since() -> float:
             copied = daemon.tallies("moe", age_s=3600.0)
             rows = daemon.tallies("moe")[0]["rows"] - copied[0]["rows"] if copied else 0
-            return rows / (2 * 5 / 8 * RANKS * TOKENS * 2)  # of rank 0, in two layers
+            return rows / (2 * 5 / 8 * RANKS * TOKENS * 2)  # rows of rank 0, in two layers
 
         wait_until(lambda: steps_since() > 30, "a copy of the board, and steps since then")
     code, found = ask("load", "--since", "1h", "-o", "json")
@@ -210,7 +210,7 @@ def test_an_unknown_group_is_an_error(job: Job, ask: Any) -> None:
 
 
 class Terminal:
-    """A terminal of 100 x 24 with a program behind it."""
+    """A terminal of 100 x 24 that runs a program."""
 
     def __init__(self, *words: str) -> None:
         environment = {**os.environ, "COLUMNS": "100", "LINES": "24", "TERM": "xterm"}
@@ -227,7 +227,7 @@ class Terminal:
         self.said = ""
 
     def until(self, text: str) -> None:
-        """Reads until it has said that since the last time."""
+        """Reads until the terminal has shown that text since the last read."""
         deadline_s = time.monotonic() + WAIT_S
         while text not in self.said:
             left_s = deadline_s - time.monotonic()

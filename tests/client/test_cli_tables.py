@@ -1,4 +1,4 @@
-"""Tables at any width, JSON, units: folding loses nothing."""
+"""Tests tables at any width, JSON and units: folding a cell loses no text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def titles(width: int | None, *, whole: bool = False) -> list[list[str]]:
         (None, "NAME STATE JOB BYTES PIDS"),
         (90, "NAME STATE JOB BYTES PIDS"),
         (78, "NAME STATE JOB PIDS"),  # BYTES comes after JOB and has no room
-        (60, "NAME STATE BYTES PIDS"),  # JOB has none
+        (60, "NAME STATE BYTES PIDS"),  # JOB has no room
         (45, "NAME STATE PIDS"),
         (20, "NAME STATE"),
     ],
@@ -60,7 +60,7 @@ def test_titles_of_several_words_fold_where_there_is_no_room() -> None:
 
 
 def columns_of(block: tables.Block, lines: list[str]) -> list[str]:
-    """The text of each column, its lines put together without spaces."""
+    """Returns the text of each column, its lines joined without spaces."""
     found = []
     start = 0
     for one in block:
@@ -101,7 +101,7 @@ def test_times_are_local_and_in_full_where_asked(monkeypatch: pytest.MonkeyPatch
     assert tables.local_time(text, whole=False) == "2026-02-02 07:40:00"
     assert tables.local_time(text, whole=True) == "2026-02-02 07:40:00.250+05:00"
     last = "9999-12-31T23:59:00.000+00:00"
-    assert tables.local_time(last, whole=True) == last  # here it is of no year that there is
+    assert tables.local_time(last, whole=True) == last  # here it is in no possible year
     monkeypatch.undo()
     time.tzset()
 

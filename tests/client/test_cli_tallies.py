@@ -1,4 +1,4 @@
-"""What `top`, `load` and `skew` make of two looks at the boards, and the screen of `top`."""
+"""Computes `top`, `load` and `skew` from two reads of the boards, and the screen of `top`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ep_runtime_client.readers.admin_service import plain
 
 
 def tally(rank: int, read_s: float, waits_ms: dict[int, int], **now: Any) -> dict[str, Any]:
-    """A rank of four that has waited so long for its peers, in dispatch of layer "a"."""
+    """One of four ranks, which has waited that long for peers in dispatch of layer "a"."""
     total_ns = 1_000_000 * sum(waits_ms.values())
     peers = [
         {"world_rank": peer, "arrival_ns": 0, "wait_ns": 1_000_000 * waits_ms.get(peer, 0)}
@@ -47,7 +47,7 @@ def look(*found: dict[str, Any]) -> tallies.BoardSample:
 
 
 def between(now: dict[int, dict[int, int]], **states: dict[str, Any]) -> list[tallies.Interval]:
-    """One second, in which ranks waited for peers that many ms."""
+    """One second in which each rank waited for its peers that many milliseconds."""
     before = look(*(tally(rank, 10.0, {}) for rank in range(4)))
     after = [tally(r, 11.0, now.get(r, {}), **states.get(f"rank{r}", {})) for r in range(4)]
     return tallies.between(before, look(*after))
@@ -63,9 +63,9 @@ def test_who_held_up_the_others_is_slow() -> None:
 @pytest.mark.parametrize(
     "waits",
     [
-        {rank: {2: 10} for rank in (0, 1, 3)},  # too short
-        {0: {1: 50}, 1: {2: 50}, 2: {3: 50}, 3: {0: 50}},  # everybody for somebody else
-        {0: {2: 90, 3: 60}, 1: {2: 90, 3: 60}},  # two of them
+        {rank: {2: 10} for rank in (0, 1, 3)},  # too short a wait
+        {0: {1: 50}, 1: {2: 50}, 2: {3: 50}, 3: {0: 50}},  # every rank waits for another one
+        {0: {2: 90, 3: 60}, 1: {2: 90, 3: 60}},  # two slow ranks
         {},
     ],
 )
@@ -85,7 +85,7 @@ def test_a_wait_that_goes_on_counts_for_the_end_of_its_chain() -> None:
 
 
 def test_a_wait_is_counted_once_when_it_ends() -> None:
-    """What was told while it went on is taken off what the sums then have of it."""
+    """The part of a wait that an earlier look reported is subtracted when the wait ends."""
     waits = {"state": "WAITING", "waiting_for": 2, "since_s": 3.0}
     before = look(tally(0, 10.0, {}, **waits))
     (one,) = tallies.between(before, look(tally(0, 11.0, {2: 3500})))
@@ -108,7 +108,7 @@ def test_how_even_loads_are() -> None:
 
 
 def test_rows_that_nobody_counts_by_expert_are_not_called_none() -> None:
-    """As in a group that spans nodes: its handles count rows, its boards have none by expert."""
+    """A group that spans nodes: its handles count rows, but its boards do not count per expert."""
     sums = [tally(rank, 1.0, {}) for rank in range(4)]
     for one in sums:
         one["layers"][0].update(tokens=0, rows=[0, 0])
@@ -212,7 +212,7 @@ def test_keys_of_several_bytes() -> None:
 
 
 def test_a_tally_has_what_is_read_of_it() -> None:
-    """The rows above are as ListTallies tells them."""
+    """Rows as ListTallies returns them."""
     told = plain(fixed._tallies().ranks[0])
     made = copy.deepcopy(tally(0, 1.0, {}))
     assert set(made) - {"node"} <= set(told)

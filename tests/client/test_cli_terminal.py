@@ -1,4 +1,4 @@
-"""Every command on terminals of 80 and 200 columns: nothing that names a thing is cut."""
+"""Runs every command on terminals of 80 and 200 columns: no name is cut."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ep_runtime_client.cli.daemon import nodes, reading, source
 from ep_runtime_client.cli.machine import nvml
 from ep_runtime_client.cli.ranks import rows
 
-WIDTHS = (80, 200)  # the narrowest that is served, and one in which every table fits
+WIDTHS = (80, 200)  # the narrowest supported width, and one that fits every table
 
-# What each command must show whole: names and states.
+# Names and states that each command must show uncut.
 NODE = fixed.NODES[1]
 SHOWN = {
     "status": (
@@ -109,7 +109,7 @@ def _machine() -> nvml.Machine:
 
 @pytest.fixture(params=WIDTHS)
 def terminal(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
-    """A terminal of that many columns, and a daemon behind it."""
+    """A terminal of that many columns, and a running daemon."""
     monkeypatch.setenv("COLUMNS", str(request.param))
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr(source, "open_source", fixed.open_source)
@@ -119,7 +119,7 @@ def terminal(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def _run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    """The command in front of the terminal; capsys makes its streams anew for every phase."""
+    """Runs the command on the terminal; capsys makes new streams for every phase."""
     for stream in (sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: True)
     return cli.main(words)

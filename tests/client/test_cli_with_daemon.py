@@ -32,8 +32,8 @@ from ep_runtime_client.daemons.addresses import SocketDirectory
 
 _NOBODY = 65534
 
-# Keys of one item, in order, after "node". One that goes or changes raises schema_version; others
-# may stand between them. An event has no node: they are asked of one.
+# Keys of one item, in order, after "node". Removing or changing a key raises schema_version; new
+# keys may come between. An event has no node, because one node is asked for events.
 _KEYS = {
     "sessions": "session_id state uid pid job labels process_index client_version groups "
     "create_time age_s since_heartbeat_s progress since_end_s",
@@ -67,7 +67,7 @@ def group(address: str, mesh: Any) -> Iterator[ep.Group]:
 
 @pytest.fixture
 def ask(address: str, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs a command in this process: its exit code and what it wrote."""
+    """Runs a command in this process; returns its exit code and its output."""
 
     def run(*words: str) -> tuple[int, str]:
         code = cli.main([words[0], "--address", address, *words[1:]])
@@ -358,7 +358,7 @@ def test_a_user_who_is_served_reads_and_orders_nothing() -> None:
         os.chmod(name, 0o755)
         daemon = start_daemon(Path(name) / "d", "--allow-uid", str(_NOBODY))
         done = _then_as_nobody(
-            # Without --yes drain only says what it would do, and has loaded what it does it with.
+            # Without --yes drain only reports what it would do, but has loaded the code to do it.
             "drain = 'drain --yes' if os.geteuid() else 'drain'\n"
             "for words in ('status', 'handles', 'sessions', drain, 'version'):\n"
             "    code = cli.main([*words.split(), '--address', sys.argv[1]])\n"

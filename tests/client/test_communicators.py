@@ -1,4 +1,4 @@
-"""A process's way to its NCCL communicators: ids of a real daemon's, a libnccl without GPUs."""
+"""A process makes its NCCL communicators: ids from a real daemon, libnccl without GPUs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_an_init_that_times_out_is_told_to_the_daemon(ranks: tuple[list[Rank], i
 
 
 def _attach(both: list[Rank]) -> None:
-    """Until the group is READY."""
+    """Waits until the group is READY."""
     (listed,) = both[0].groups()
     with ThreadPoolExecutor() as pool:
         attached = [pool.submit(rank.client.attached, listed.group) for rank in both]
@@ -111,7 +111,7 @@ def test_a_process_that_closes_in_good_order_ends_the_others_calls(
     gone.append(1)
     assert "the process of rank 1 closed group 'g'" in str(stays.made.await_failure(WAIT_S))
     watch.join()
-    # Nobody is lost, and nothing is broken.
+    # No process is lost, and nothing is broken.
     assert stays.groups()[0].group.state == types_pb2.GROUP_STATE_READY
 
 
@@ -128,12 +128,12 @@ def test_a_daemon_without_libnccl_is_the_error(
     rank.join(generation).join(WAIT_S)
     assert isinstance(rank.error, RuntimeUnavailableError)
     assert str(rank.error).startswith("the daemon makes no NCCL unique ids: no libnccl")
-    assert not rank.control.lost  # the daemon is there; only its libnccl is not
+    assert not rank.control.lost  # the daemon answers; only its libnccl is missing
     rank.close()
 
 
 class OpenGroup:
-    """A CUDA library's group that says what was done with it."""
+    """A fake group of the CUDA library that records its calls."""
 
     def __init__(self) -> None:
         self.done: list[Any] = []
@@ -184,7 +184,7 @@ def test_a_board_names_the_ranks_that_left() -> None:
         page[at + RankRecordStruct.left.offset] = 1
         assert memory.left() == [3]
         page[at + RankRecordStruct.pid.offset] = 9
-        for rank, pid in ((2, 0), (3, 9)):  # of another node, and of this one
+        for rank, pid in ((2, 0), (3, 9)):  # on another node, and on this one
             board.poison(page, 6 + rank, board.PoisonReason.PEER_LOST, rank)
             why = memory.poison(7)
             assert why is not None
@@ -194,7 +194,7 @@ def test_a_board_names_the_ranks_that_left() -> None:
 
 
 def test_no_descriptor_is_closed_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that hears of events reads the board while the group is closed."""
+    """The thread that receives events reads the board while the group is closed."""
     fd = os.memfd_create("board")
     memory = formed.Memory([(types_pb2.WindowDescriptor(world_rank=-1), fd)])
     closer = threading.Thread(target=memory.close)

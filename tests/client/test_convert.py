@@ -126,7 +126,7 @@ def shapes_of(family: str) -> dict[str, tuple[int, ...]]:
 
 
 def checkpoint(family: str, dtype: Any = jnp.bfloat16, layer: int = LAYER) -> dict[str, Any]:
-    """One layer as it is in files."""
+    """One layer as files store it."""
     return {
         name.replace("s.2.", f"s.{layer}."): bits(*shape, dtype=dtype, seed=seed)
         for seed, (name, shape) in enumerate(shapes_of(family).items())
@@ -173,7 +173,7 @@ def test_every_family_of_the_page_is_converted() -> None:
     ],
 )
 def test_matrices_multiply_as_in_the_model(family: str, gate: str, up: str, down: str) -> None:
-    """By each model's own products of one token, for expert 1."""
+    """Computes one token through expert 1 as each model multiplies it."""
     random = np.random.default_rng(0)
     given = {k: random.normal(size=v).astype(np.float32) for k, v in shapes_of(family).items()}
     params = from_family(family, given)
@@ -212,7 +212,7 @@ def test_gpt_oss_has_gate_and_up_in_turns_and_biases() -> None:
 
 @pytest.mark.parametrize("family", [*PER_EXPERT, "granitemoe", "megatron"])
 def test_other_names_of_a_layer_are_read_alike(family: str) -> None:
-    """What transformers 5 stacks in memory, and the experts of Megatron's SequentialMLP."""
+    """Experts as transformers 5 stacks them in memory, and as Megatron's SequentialMLP has them."""
     given = checkpoint(family)
     wanted = from_family(family, given)
     if family == "megatron":
@@ -272,7 +272,7 @@ def test_arrays_of_jax_and_torch_are_taken() -> None:
 
 
 class Tensor:
-    """What `from_hf` asks of a torch tensor, whose own numpy() refuses bfloat16."""
+    """The part of a torch tensor that `from_hf` uses; its own numpy() refuses bfloat16."""
 
     def __init__(self, array: Any) -> None:
         self.array, self.dtype = array, f"torch.{array.dtype.name}"
@@ -302,7 +302,7 @@ def test_the_bias_of_scores_is_beside_the_parameters(family: str) -> None:
     value = bits(*lead, router_rows(family), dtype=np.float32, seed=9)
     given = {**checkpoint(family), key: value}
     params = from_family(family, given)
-    assert params.router_bias is None  # which would be added to logits
+    assert params.router_bias is None  # the error: it would be added to logits
     bias = ep.convert.expert_bias(family, given, LAYER)
     equal_bits(bias, value.reshape(-1))
     assert key not in to_family(family, params)
@@ -325,7 +325,7 @@ def test_a_bias_that_is_not_there_is_named() -> None:
 
 UP = "model.layers.2.mlp.experts.1.up_proj.weight"
 GATE = "model.layers.2.mlp.experts.0.gate_proj.weight"
-# What is changed of a right checkpoint (None: taken out), and what the error says.
+# (change of a right checkpoint (None: the array is removed), text of the error)
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "missing": ("olmoe", {UP: None}, f"lacks {UP}$"),
     "wrong shape": (
@@ -407,7 +407,7 @@ def test_what_jax_would_round_is_refused() -> None:
 
 
 def safetensors(path: Path, arrays: dict[str, Any]) -> None:
-    """Writes a file as its format says: the header's length, the header, the arrays."""
+    """Writes a file in its format: the header's length, the header, the arrays."""
     names = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3", "int64": "I64"}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0

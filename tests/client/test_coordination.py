@@ -1,4 +1,4 @@
-"""`ep-runtime coordination`: its address, its end, and its errors."""
+"""`ep-runtime coordination`: its address, how it ends, and its errors."""
 
 from __future__ import annotations
 

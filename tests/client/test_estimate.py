@@ -1,4 +1,4 @@
-"""Memory of a group before it exists."""
+"""Estimates a group's memory before the group exists."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_slots_for_copies_take_weights_and_bound_the_slab() -> None:
     assert one.workspace_bytes_per_device is None  # the composed body runs
     each = 3 * 64 * 128 * 4
     assert one.copies_bytes_per_device == (2 + 1 + 2 * 4) * each
-    # Block calls have the slots in their workspaces, with one weight more for each of wi and wo.
+    # Block calls store the slots in their workspaces, with one more weight for each of wi and wo.
     assert as_many_as_experts.copies_bytes_per_device == 0
     settings = {**_ARGUMENTS, "max_tokens_per_rank": 1024, "spare_experts": 2}
     spec = specs.make_group_spec(name="g", mesh_axes=(("dp", 2), ("ep", 4)), **settings)
@@ -105,14 +105,14 @@ def test_slots_for_copies_take_weights_and_bound_the_slab() -> None:
     few = ep.estimate_memory("g", _MESH, spare_experts=2, **arguments | {"max_tokens_per_rank": 32})
     assert few.workspace_bytes_per_device is None
     assert few.copies_bytes_per_device == (2 + 2 + 2 * 2 * 4) * each
-    # No rank holds more than 1.03 even shares, and the padding of four zones.
+    # No rank holds more than 1.03 even shares plus the padding of four zones.
     rows = as_many_as_experts.dispatched_bytes_per_layer // (64 * 2 + 4)
     assert 2 * 1024 * 1.03 < rows < 2 * 1024 * 1.03 + 5 * 8
     assert as_many_as_experts.plan_bytes_per_layer < none.plan_bytes_per_layer
 
 
 def _prepared_bytes(layer: Any, ranks: int) -> int:
-    """Of the plan's arrays of all ranks, with _ARGUMENTS's tokens and top_k."""
+    """Returns bytes of the plan's arrays on all ranks, with _ARGUMENTS's tokens and top_k."""
     topk_idx = jax.ShapeDtypeStruct((ranks * 32, 2), jnp.int32)
     plan = jax.eval_shape(lambda idx: ep.prepare(layer, idx), topk_idx)
     arrays = jax.tree.leaves(plan.arrays)
@@ -216,7 +216,7 @@ def test_memory_of_a_layer_grows_little_with_ranks(
 
 @pytest.mark.parametrize(("nodes", "gib"), [(4, 1.6), (16, 2.0), (72, 3.0)])
 def test_windows_grow_little_with_nodes(nodes: int, gib: float) -> None:
-    """4,096 tokens of 7,168 values a rank, nodes of 8. All nodes' tokens took 3.1 to 55 GiB."""
+    """4,096 tokens of 7,168 values a rank, nodes of 8. Room for all would take 3.1 to 55 GiB."""
     mesh = AbstractMesh((8 * nodes,), ("ep",))
     sizes = {"num_experts": 576 if nodes > 32 else 256, "hidden_size": 7168, "max_top_k": 8}
     sizes |= {"max_tokens_per_rank": 4096, "node_size": 8}
@@ -251,12 +251,12 @@ def test_a_plan_has_counts_of_all_pairs_where_lanes_hold_less_than_all_rows() ->
         return device_layout.count_columns(spec, tokens)
 
     assert columns(8, 32) == 4 + 2 * 8
-    assert columns(8, 18) == 4  # calls of fewer tokens fit
+    assert columns(8, 18) == 4  # smaller calls fit
     assert columns(5, 32) == 4
     assert columns(8, 32, "memfd") == 4
 
 
-# Bytes of an element of rows, whose tokens may be of so many at most.
+# Bytes of an element of rows, if tokens have elements of at most that many bytes.
 _ELEMENTS = {"bfloat16": 2, "float8_e4m3fn": 2, "float32": 4, "float64": 4}
 
 
@@ -273,7 +273,7 @@ def test_estimate_of_block_calls_is_of_the_workspace(dtype: str) -> None:
     assert sizes.capacity == spec.recv_capacity_per_rank == found.capacity_per_rank
     assert found.workspace_bytes_per_device == block.backward_bytes > block.forward_bytes
     assert found.saved_bytes_per_layer == block.kept_rows * 256 * _ELEMENTS[dtype]
-    # It follows the setting, and what is kept follows its own.
+    # Rows follow the setting; saved rows follow their own.
     larger = ep.estimate_memory("g", _MESH, mlp_dim=128, workspace=3.0, keep="nothing", **wide)
     assert larger.workspace_bytes_per_device > 1.9 * found.workspace_bytes_per_device
     assert larger.saved_bytes_per_layer == 0
@@ -342,7 +342,7 @@ def test_the_report_warns_above_a_tenth_of_the_memory(
     warned: bool,
     said: str,
 ) -> None:
-    """Of windows and a slab; of windows alone where block calls run."""
+    """Counts windows and a slab, or windows alone if block calls run."""
     arguments = {**_ARGUMENTS, **changes}
     spec = specs.make_group_spec(name="g", mesh_axes=(("dp", 2), ("ep", 4)), **arguments)
     sizes = estimate.of_spec(spec)

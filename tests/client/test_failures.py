@@ -1,4 +1,4 @@
-"""Errors of the runtime found again in XLA's, and a process that does not go on is ended."""
+"""Finds the runtime's errors inside XLA's, and ends a process that cannot continue."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_translate_errors_leaves_everything_else_alone() -> None:
 
 
 class Told:
-    """A group that is over from the second look on."""
+    """A group that has ended by the second time it is read."""
 
     name = "moe"
 

@@ -1,4 +1,4 @@
-"""How a process drives its ranks on GPUs, and that freed memory stays with it."""
+"""A process drives its ranks on GPUs, and keeps memory that the group has freed."""
 
 from __future__ import annotations
 

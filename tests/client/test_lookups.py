@@ -1,4 +1,4 @@
-"""connect, groups and layers under tracing, and layers that take the place of others."""
+"""Looks up connect, groups and layers under tracing, and layers that replace others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def session() -> Iterator[ep.Session]:
 
 
 def traced(how: str, look: Callable[[], Any]) -> Any:
-    """What `look` returns inside a transformation."""
+    """Returns the result of `look` inside a transformation."""
     seen: list[Any] = []
 
     def f(x: Any) -> Any:
@@ -198,7 +198,7 @@ def test_programs_of_the_replaced_layer_are_stale_and_new_ones_run(
         program(old)(X)
     assert group.layer("a") == new
     assert [(row["name"], row["top_k"]) for row in admin.layers()] == [("a", 2)]
-    group.register_layer("a", top_k=1, replace=True)  # as it was
+    group.register_layer("a", top_k=1, replace=True)  # unchanged
     np.testing.assert_array_equal(compiled(X), X)
 
 
@@ -208,7 +208,7 @@ def test_stacks_and_layers_replace_each_other(group: ep.Group, admin: source.Sou
     for each in compiled:
         jax.block_until_ready(each(X))
     shorter = group.register_layer_stack("a", 2, top_k=1, replace=True)
-    np.testing.assert_array_equal(compiled[1](X), X)  # a layer as it was
+    np.testing.assert_array_equal(compiled[1](X), X)  # an unchanged layer
     with pytest.raises(ep.StaleHandleError, match="trace it again"), ep.translate_errors():
         jax.block_until_ready(compiled[2](X))
     with pytest.raises(ep.StaleHandleError, match=r"'a\[2\]'.* was replaced"):
@@ -219,7 +219,7 @@ def test_stacks_and_layers_replace_each_other(group: ep.Group, admin: source.Sou
         program(shorter[0])(X)
     with pytest.raises(ep.StaleHandleError), ep.translate_errors():
         jax.block_until_ready(compiled[0](X))
-    assert [row["num_handles"] for row in admin.groups()] == [3]  # taken over, not added to
+    assert [row["num_handles"] for row in admin.groups()] == [3]  # replaced, not added to
 
 
 def test_a_daemon_that_starts_again_knows_the_last_one(directory: Path, mesh: Any) -> None:
@@ -238,7 +238,7 @@ def test_a_daemon_that_starts_again_knows_the_last_one(directory: Path, mesh: An
             os.kill(daemon.pid, signal.SIGKILL)
             assert daemon.stop() != 0
             daemon = start_daemon(directory)
-            group.register_layer(f"c{number}", top_k=1)  # once the session is back
+            group.register_layer(f"c{number}", top_k=1)  # once the session exists again
             later = [(f"c{i}", 1, 1) for i in range(number + 1)]
             assert sorted(layers()) == sorted([("b", 1, 1), ("a", 2, in_flight), *later])
     assert daemon.stop() == 0

@@ -1,4 +1,4 @@
-"""Addresses: what each form means, and what no daemon there is called."""
+"""Parses each form of address, and names the error if no daemon is at the address."""
 
 from __future__ import annotations
 

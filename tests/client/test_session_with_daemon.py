@@ -128,7 +128,7 @@ def test_a_group_that_is_broken_keeps_its_claim_when_it_makes_room(
     group._held.changed(types_pb2.GroupState.Value(f"GROUP_STATE_{state}"), "said so")
     group._held.step_aside()
     assert [row["name"] for row in admin.groups()] == ["g"] * kept
-    # On the same memory it forms anew; memory is freed in the background.
+    # The group forms again on the same memory; other memory is freed in the background.
     wait_until(lambda: bool(admin.buffers()) == kept, "the buffers of the group that is kept")
     with pytest.raises(ep.StaleHandleError, match="was closed"):
         group._held.require_open()
@@ -188,7 +188,7 @@ def test_reclaim_makes_the_old_layer_stale(
 def test_news_waits_for_no_calls_that_take_long_to_end(
     session: ep.Session, mesh: Any, admin: source.Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL's abort waits for what runs on a GPU, which may wait for the process that is gone."""
+    """NCCL's abort waits for kernels on a GPU, which may wait for the process that died."""
     told: list[str] = []
     over = threading.Event()
 

@@ -19,7 +19,7 @@ NAN, INF = float("nan"), float("inf")
 _ARGUMENTS = SMALL | {"outer_axes": "dp", "max_top_k": 4}
 
 
-# Of every setting of create_group one that is not its default.
+# For every setting of create_group a value that is not the default.
 _SETTINGS: dict[str, Any] = {
     **_ARGUMENTS,
     "recv_capacity_per_rank": 24,

@@ -1,4 +1,4 @@
-"""A stranger in the daemon's place gets nothing, and the user is told what to do."""
+"""Another user in the daemon's place gets nothing, and the error tells the user what to do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes ano
 
 @pytest.fixture
 def stranger() -> Iterator[Process]:
-    """A process of another user; it binds the three sockets and listens, as a daemon does."""
+    """A process of another user that binds the three sockets and listens, as a daemon does."""
     process = Process()
     process.do("become", NOBODY)
     yield process
@@ -36,7 +36,7 @@ def stranger() -> Iterator[Process]:
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory as /tmp is, with the name of our default daemon's in it."""
+    """A directory with the rights of /tmp that holds our default daemon's directory name."""
     path = Path(tempfile.mkdtemp(prefix="eps-"))
     path.chmod(0o1777)
     monkeypatch.setenv("RUNTIME_DIRECTORY", str(path / "ep-runtime-0"))

@@ -1,4 +1,4 @@
-"""What users give by mistake is a ValueError that names the argument, and nothing is left of it."""
+"""Wrong arguments raise a ValueError that names the argument, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_of_params() -> None:
     ("slabs", "groups", "experts"), [(1, 3, 2), (1, 2, 3), (2, 2, 8), (3, 2, 4)]
 )
 def test_of_slabs_that_do_not_share_out_the_experts(slabs: int, groups: int, experts: int) -> None:
-    """Each would multiply by other experts than the caller's, or leave some out."""
+    """Each call would multiply by wrong experts, or leave some out."""
     lhs, rhs = jnp.ones((slabs, 8, 4)), jnp.ones((experts, 4, 2))
     sizes = jnp.ones((slabs, groups), jnp.int32)
     text = rf"\[{slabs}, {groups}\] has {slabs * groups} groups .* has {experts} experts"
@@ -181,7 +181,7 @@ def test_a_layer_and_a_layer_of_a_stack_have_no_name_in_common(group: ep.Group) 
     refused(lambda: group.register_layer_stack("t[1]", 2, top_k=2), "reads as a layer of stack")
     group.register_layer("q[1]", top_k=1)
     refused(lambda: group.register_layer_stack("q", 2, top_k=2), r"needs the name q\[1\]")
-    ep.prepare(stack[0], jnp.zeros((16, 2), jnp.int32))  # is what it was
+    ep.prepare(stack[0], jnp.zeros((16, 2), jnp.int32))  # is unchanged
 
 
 def test_a_group_that_is_closed_under_tracing_says_so_and_is_open(session: ep.Session) -> None:
@@ -249,7 +249,7 @@ def test_of_tokens_on_another_mesh(group: ep.Group, devices: slice) -> None:
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("ep"))
     x = jax.device_put(jnp.ones((16, 16)), place)
     calls: list[Callable[[Any], Any]] = [lambda x: ep.moe(layer, x, params)]
-    if mesh.size != group.mesh.size:  # under jit JAX tells of no more than sizes
+    if mesh.size != group.mesh.size:  # under jit JAX reports only sizes
         calls.append(jax.jit(calls[0]))
     for call in calls:
         refused(lambda call=call: call(x), "x must be on the mesh of group 'wrong', 2 devices")

@@ -1,4 +1,4 @@
-"""Names, labels and texts: what may be one, and how the rest is shown."""
+"""Tests which names, labels and texts are allowed, and how others are shown."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_labels_are_names_and_texts_of_the_same_characters() -> None:
             check_new_labels(labels)
 
 
-# Names of before; those of commands make the file `run` if a shell runs them.
+# Names from before the rule; those of commands make the file `run` if a shell runs them.
 OLD = (
     "$(echo>run)",
     "`echo>run`",

@@ -1,4 +1,4 @@
-"""Geometry of windows and boards, and the daemon's reads and writes on a board."""
+"""Tests the layout of windows and boards, and the daemon's reads and writes on a board."""
 
 import ctypes
 import dataclasses
@@ -51,7 +51,7 @@ def test_a_window_holds_rows_entries_and_counts_of_every_lane():
     spec = spec_of()
     rows = 4 * (6 * 16 * 2)  # each source's part is a multiple of 64 here
     entries = 4 * 128  # 6 tokens x 2 slots x 8 bytes = 96, on lines of 64
-    counts = 4 * 64  # of 4 experts and, for all ranks, of 2 * 4 pairs of ranks
+    counts = 4 * 64  # numbers of 4 experts, and of all 2 * 4 pairs of ranks
     assert board.lane_bytes(spec) == -(-(rows + entries + counts) // 4096) * 4096
     assert board.window_bytes(spec) == 2 * board.lane_bytes(spec)
 
@@ -116,7 +116,7 @@ def test_rows_of_ranks_on_devices_lie_apart_and_add_up():
     table = board_abi.MAX_HANDLES * ctypes.sizeof(board_abi.DeviceRowsStruct)
     assert where.device_rows_offset % board_abi.PAGE_BYTES == table % board_abi.PAGE_BYTES == 0
     assert where.board_bytes == where.device_rows_offset + spec.world_size * table
-    assert (where.world_offset, where.num_domains) == (0, 0)  # they meet in their windows
+    assert (where.world_offset, where.num_domains) == (0, 0)  # calls meet in their windows
     buf = formatted(spec)
     for rank in (0, 3, 7):
         at = where.device_rows_offset + rank * table + 5 * ctypes.sizeof(board_abi.DeviceRowsStruct)
@@ -157,7 +157,7 @@ def test_a_board_has_records_of_its_nodes_ranks_alone():
     assert [where.seat(rank) for rank in range(-1, 9)] == [*[None] * 5, 0, 1, 2, 3, None]
     seats = (ctypes.c_uint32 * 8).from_buffer(buf, where.seats_offset)
     assert [*seats] == [0, 0, 0, 0, 1, 2, 3, 4]
-    assert where.world_offset == 0  # the others cannot come here
+    assert where.world_offset == 0  # the other states cannot be reached here
     assert where.ranks_offset + 4 * 128 == where.handles_offset
     at = where.ranks_offset + 128 * 2
     board_abi.RankRecordStruct.from_buffer(buf, at).rows = 9

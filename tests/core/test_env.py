@@ -1,4 +1,4 @@
-"""Resolution of the environment: directories, switches, PJRT_NPROC."""
+"""Resolves the environment: directories, switches, PJRT_NPROC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic of slabs against every demand that small sizes can have."""
+"""Compares the sizes of slabs with every demand that small groups can have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def sizes() -> Iterator[tuple[int, int, int, int, int]]:
 
 
 def largest_demand(ranks: int, experts: int, tokens: int, top_k: int, alignment: int) -> int:
-    """The most rows, in aligned zones, that any routing asks of one rank."""
+    """Returns the most rows, in aligned zones, that any routing sends to one rank."""
     most = ranks * tokens  # of one expert
     return max(
         sum(layout.align_up(rows, alignment) for rows in demand)
@@ -53,7 +53,7 @@ def test_rows_are_kept_until_no_block_fits() -> None:
             assert used <= capacity
             for rows, asked in zip(kept, demand, strict=True):
                 assert 0 <= rows <= asked
-                # Nothing is dropped that still fits.
+                # Rows that still fit are not dropped.
                 assert rows == asked or used + alignment > capacity, (demand, capacity, kept)
 
 

@@ -1,4 +1,4 @@
-"""Names of the sources: no function that nobody calls."""
+"""Every function in the sources has a caller."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 PACKAGES = ("ep_runtime", "ep_runtime_server", "ep_runtime_client", "ep_runtime_bench")
-# What Flax, gRPC, JAX and `logging` call.
+# Functions that Flax, gRPC, JAX and `logging` call.
 OF_FRAMEWORKS = {"_same_tangent", "emit", "intercept_service", "set_view", "setup"}
 # Methods of public classes.
 OF_USERS = {"from_separate"}
-# What tests compare with, and how they see that an op reads no stale memory.
+# References of tests, and functions that show tests whether an op reads stale memory.
 OF_TESTS = {"await_ready", "poison_staging"}
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
-    """File and tree of every module of ours but generated ones."""
+    """Yields file and tree of each of our modules, except generated ones."""
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
         assert spec is not None
@@ -37,7 +37,7 @@ def trees() -> dict[str, ast.Module]:
 
 
 def words(tree: ast.Module) -> Iterator[str]:
-    """Every name that a module uses, in tables of names too."""
+    """Yields every name that a module uses, also in tables of names."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             yield node.id
@@ -50,7 +50,7 @@ def words(tree: ast.Module) -> Iterator[str]:
 
 
 def functions(tree: ast.Module) -> Iterator[str]:
-    """Functions and methods of a module, without RPCs."""
+    """Yields functions and methods of a module, except RPCs."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     rpcs = {
         each
@@ -76,7 +76,7 @@ def test_every_function_is_called(trees: dict[str, ast.Module]) -> None:
 
 
 def replaced() -> Iterator[tuple[str, str, str]]:
-    """File, module and name of every `setattr(module, "name", ...)` of the tests on ours."""
+    """Yields file, module and name of every `setattr(module, "name", ...)` on our modules."""
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         tree = ast.parse(path.read_text())
         modules = {
@@ -94,7 +94,7 @@ def replaced() -> Iterator[tuple[str, str, str]]:
 
 
 def test_what_tests_replace_is_there() -> None:
-    """Those on GPUs too, which run where there are some alone."""
+    """Also covers tests on GPUs, which run only on machines with GPUs."""
     names = list(replaced())
     assert len(names) > 50
     for file, owner, name in names:

@@ -1,4 +1,4 @@
-"""The native library's table, and that C++ and Python agree on every shared size."""
+"""Tests the native library's table, and that C++ and Python agree on every shared size."""
 
 import ctypes
 import mmap
@@ -26,7 +26,7 @@ def memfd(size: int) -> int:
 
 @pytest.fixture
 def files():
-    """Makes the board and window fds of a spec, formatted; closes them at the end."""
+    """Makes formatted board and window fds for a spec; closes them at the end."""
     opened = []
 
     def make(spec: GroupSpec, generation: int = 1) -> tuple[int, list[int]]:
@@ -60,7 +60,7 @@ def test_a_struct_that_differs_in_any_field_is_refused_by_its_name(name):
         without = [*fields[:i], *fields[i + 1 :]]
         for theirs in (swapped, renamed, without):
             if [field[0] for field in theirs] == [field[0] for field in fields]:
-                continue  # one field alone
+                continue  # only one field
             with pytest.raises(VersionSkewError, match=rf"{name}[.\w]* is .* there and .* here"):
                 library.check_structs({**STRUCTS, name: changed(STRUCTS[name], theirs)})
 

@@ -1,4 +1,4 @@
-"""The CUDA library where no GPU is: it loads, and agrees with Python on sizes."""
+"""The CUDA library loads on machines without GPUs, and agrees with Python on sizes."""
 
 from __future__ import annotations
 

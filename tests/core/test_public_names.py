@@ -1,4 +1,4 @@
-"""`import ep_runtime`: light, lazy, the list of the stub, and what type checkers see of it."""
+"""`import ep_runtime` is light and lazy, and its stub lists the names type checkers see."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _stub_names() -> set[str]:
 
 
 def test_the_stub_lists_the_public_names() -> None:
-    # Flax and optax are optional extras, so `import *` leaves what needs them out.
+    # Flax and optax are optional extras, so `import *` leaves out names that need them.
     assert _stub_names() == {*ep_runtime.__all__, "linen", "nnx", "optax"}
 
 
@@ -78,7 +78,7 @@ def test_submodules_show_their_public_names_alone() -> None:
 
 PACKAGES = ("ep_runtime", "ep_runtime_server", "ep_runtime_client", "ep_runtime_bench")
 ROOT = Path(__file__).parents[2]
-# A line with an error says it: "E", and a part of the message.
+# A line with an error is marked "E" and a part of the message.
 SCRIPT = """\
 from collections.abc import Sequence
 import jax

@@ -1,4 +1,4 @@
-"""Settings of a group at the edges of what it may have."""
+"""Tests settings of a group at the edges of their ranges."""
 
 from __future__ import annotations
 

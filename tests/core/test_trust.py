@@ -1,4 +1,4 @@
-"""What a directory's name is worth: owners, modes, links, and who listens."""
+"""Checks a directory before trusting it: owners, modes, links, and the listening process."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_in_a_user_namespace_what_leads_there_may_be_roots_unseen():
         try:
             process.do("enter_namespace", uid)
             process.do("open_trusted", Path(name), {uid})
-            os.chown(name, 0, 0)  # its own end must be somebody's whom we know
+            os.chown(name, 0, 0)  # the other end must belong to a known user
             with pytest.raises(PermissionDeniedError, match="belongs to uid 65534"):
                 process.do("open_trusted", Path(name), {uid})
         except PermissionError as error:

@@ -1,4 +1,4 @@
-"""The version stands in `ep_runtime/__init__.py`; everything else that tells it reads it there."""
+"""The version is written in `ep_runtime/__init__.py` only; all other places read it there."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_neighbouring_minor_versions_work_together(one, other, together):
     assert wire.work_together(one, other) is together
 
 
-# Where another number will not do.
+# Fields for which another number is not valid.
 OTHERS = {
     "name": "other",
     "mesh_axes": (("pp", 3), ("ep", 4), ("dp", 2)),
@@ -142,7 +142,7 @@ LAYER = layer_specs.LayerSpec("a", top_k=2, alignment=8, num_experts=4, hidden_s
 
 
 def with_other_values(spec):
-    """Every field differs from the spec's."""
+    """Returns a spec in which every field differs from `spec`."""
 
     def other(name, value):
         if name in OTHERS:
@@ -179,7 +179,7 @@ def test_no_field_of_a_spec_is_lost_on_the_wire(spec, to_proto, from_proto):
                 getattr(sent, field.name),
             )
             assert getattr(spec, field.name) != getattr(other, field.name)
-    full = to_proto(other)  # each travels by itself, none is made of another
+    full = to_proto(other)  # each field is sent, and none is computed from another
     assert {field.name for field, _ in full.ListFields()} == {*full.DESCRIPTOR.fields_by_name}
 
 
@@ -233,7 +233,7 @@ def test_reasons_are_upper_snake():
 def test_durations_keep_nanoseconds(value):
     message = wire.duration(value)
     assert wire.seconds(message) == pytest.approx(value, abs=1e-9)
-    assert abs(message.nanos) < 1_000_000_000  # others refuse a Duration of more
+    assert abs(message.nanos) < 1_000_000_000  # other implementations refuse a longer Duration
 
 
 def test_not_a_duration_is_refused():

@@ -1,4 +1,4 @@
-"""Sizes of the workspace: rows, parts and bytes of block calls."""
+"""Tests sizes of the workspace: rows, chunks and bytes of block calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SIZES = BlockSizes(
 
 def test_auto_is_one_and_a_half_even_shares() -> None:
     found = workspace.of_block(_SIZES, keep_factor=1.25)
-    assert found.rows == 1.5 * 8192 * 8 + 2048  # 16 zones whose ends may stay empty
+    assert found.rows == 1.5 * 8192 * 8 + 2048  # 16 zones, whose last rows may be empty
     assert found.kept_rows == 1.25 * 8192 * 8 + 2048
     assert found == workspace.of_block(_SIZES, 1.5)
     assert found.part_tokens == (found.rows - 16 * 127) // 32 == 3072
@@ -59,7 +59,7 @@ def test_bytes_are_those_of_the_regions() -> None:
     assert workspace.forward_bytes(plain, w, 0) == shared + w * 2 * (512 + 256 + 256)
     rows = w * 2 * (512 + 512 + 512 + 256 + 256)
     assert workspace.backward_bytes(sizes, w) == shared + 4096 + rows
-    # Of f32 a copy of H, and of M or N with activations; lines of copies have room for L tiles.
+    # With f32 a copy of H, and of M or N with activations; lines of copies have room for L tiles.
     f32, each = dataclasses.replace(sizes, element_bytes=4), w + 3 * 128
     weight = 4 * 4 * 512 * 512  # the first one, transposed
     rows = w * 4 * (512 + 512 + 512) + weight + each * 4 * 512
@@ -67,7 +67,7 @@ def test_bytes_are_those_of_the_regions() -> None:
     assert workspace.backward_bytes(f32, w) == shared + 4096 + rows + inner
     rows = w * 4 * (512 + 256 + 512)
     assert workspace.forward_bytes(f32, w, 0) == shared + weight + rows
-    # Of the worst case there are no parts, and all that is kept lies elsewhere.
+    # The worst case has no chunks, and all saved arrays are elsewhere.
     assert workspace.forward_bytes(sizes, 4096, 4096) == 5120 + 4096 * 4 + 4096 * 2 * (512 + 256)
 
 
@@ -86,7 +86,7 @@ def test_memory_does_not_grow_with_the_worst_case() -> None:
 
 
 def test_between_nodes_a_rank_has_the_rows_that_it_has_on_one() -> None:
-    """By even routing; it sends on the tokens of a rank of every node, of which parts are made."""
+    """Routing is even; a rank also forwards tokens of one rank of every node, in chunks."""
     nodes = 4
     one = dataclasses.replace(_SIZES, ep_size=_SIZES.ep_size * nodes)
     several = dataclasses.replace(_SIZES, tokens=_SIZES.tokens * nodes, nodes=nodes)
@@ -97,7 +97,9 @@ def test_between_nodes_a_rank_has_the_rows_that_it_has_on_one() -> None:
 
 
 def test_zones_that_are_not_aligned_are_neither_held_nor_saved() -> None:
-    """Of 128 experts a rank: 447 MiB a layer if zones end at multiples of 128 rows."""
+    """A rank has 128 experts: zones that end at multiples of 128 rows would take
+    447 MiB a layer.
+    """
     many = BlockSizes(
         tokens=4096,
         top_k=8,
@@ -134,7 +136,7 @@ def test_no_part_has_more_rows_than_the_workspace(seed: int) -> None:
         assert found.part_tokens * sums <= sizes.lane_rows
         if found.rows == sizes.capacity:
             continue
-        # All go to one rank, over as many of its experts as leave the most zones half empty.
+        # All slots go to one rank, over the experts that leave the most zones half empty.
         tokens, k = sizes.ep_size * found.part_tokens, min(sizes.top_k, sizes.experts)
         even = np.bincount(np.arange(tokens * k) % sizes.experts, minlength=sizes.experts)
         first = np.zeros(sizes.experts, np.int64)

@@ -1,4 +1,4 @@
-"""Programs of one C++ file of this folder and some of csrc, compiled for the host."""
+"""Compiles C++ tests of this folder, with some sources of csrc, into programs for the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ CSRC = HERE.parents[1] / "csrc"
 
 
 def compiled(folder: Path, name: str, *sources: str, flags: tuple[str, ...] = ()) -> Path:
-    """`name`.cc with `sources` of csrc; `flags` may name folders whose headers come first."""
+    """Compiles `name`.cc with `sources` of csrc; `flags` may name folders whose
+    headers come first.
+    """
     compiler = shutil.which("c++") or shutil.which("g++")
     assert compiler is not None
     program = folder / name

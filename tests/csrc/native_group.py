@@ -1,4 +1,4 @@
-"""A group on memfds of this process, and its custom calls inside `jax.shard_map`."""
+"""Runs a group on memfds of this process, and its custom calls inside `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLAN_NAMES = (
 
 
 class NativeGroup:
-    """Windows, board and one layer. The mesh's last axis is ep; arrays have a leading world dim.
+    """A group's windows, board and one layer; ep is the mesh's last axis, world the arrays' first.
 
     Args:
         axes: mesh axes and sizes, "ep" last.
@@ -99,7 +99,7 @@ class NativeGroup:
         return PartitionSpec(tuple(self.axes))
 
     def sharded(self, function: Any, jit: bool = True) -> Any:
-        """`function` of local blocks, as a function of arrays with a leading world dim."""
+        """Turns a function of local blocks into one of arrays with a leading world dim."""
 
         def local(*args: Any) -> Any:
             out = function(*jax.tree.map(lambda x: x[0], args))

@@ -1,4 +1,4 @@
-"""What the custom calls mean for one EP group, in numpy and to the last bit.
+"""The reference of the custom calls for one EP group, in NumPy and exact to the last bit.
 
 Plans are those of `references.movement`. Sums run in fp32 (fp64 for f64) in the order the contract
 fixes, so results are compared exactly.
@@ -23,7 +23,7 @@ def dispatch(
 
 
 def _of_tokens(plan: ReferencePlan, tokens: np.ndarray) -> np.ndarray:
-    """tokens [N, T, H] -> the one of every row [N, C, H]; 0 where there is none."""
+    """tokens [N, T, H] -> the token of every row [N, C, H]; 0 for rows without a token."""
     rows, used = np.zeros((*plan.source.shape, tokens.shape[-1]), tokens.dtype), plan.source >= 0
     rows[used] = tokens.reshape(-1, tokens.shape[-1])[plan.source[used] // plan.slab.shape[-1]]
     return rows

@@ -19,12 +19,12 @@ import numpy as np
 import round_trips
 from round_trips import HIDDEN, TOKENS, TOP_K, expect, round_trip
 
-# Waits end long before the process is killed, so that a hang says where it was.
+# Waits end long before the process is killed, so that a hang reports its place.
 opened = functools.partial(round_trips.opened, op_timeout_s=20.0)
 
 
 def error_of(launch):
-    """Text of the error that the launch raises; "" where it raises none."""
+    """Returns the text of the error that the launch raises; "" if it raises none."""
     try:
         jax.block_until_ready(launch())
     except jax.errors.JaxRuntimeError as error:
@@ -82,7 +82,7 @@ def microbatches(count, awaited):
 
 
 def with_psum(count):
-    """EP calls between and beside XLA's own collectives, `count` un-awaited launches."""
+    """Mixes EP calls with XLA's own collectives in `count` launches, without waiting for any."""
     with opened() as (group, _, idx, x):
 
         def program(idx, x):
@@ -206,7 +206,7 @@ def loops():
 
 
 def overflow_errors(count):
-    """on_overflow="error": every launch fails cleanly, with a psum after it; then a good one."""
+    """on_overflow="error": every launch fails cleanly, with a psum after it; the next one works."""
     with opened(on_overflow="error", recv_capacity_per_rank=40) as (group, _, idx, x):
         bad = group.put(np.zeros((8, TOKENS, TOP_K), np.int32) + np.arange(TOP_K, dtype=np.int32))
 

@@ -33,13 +33,13 @@ def host_inputs(world_size: int = 8, hidden: int = HIDDEN) -> tuple[Any, Any]:
 
 
 def inputs(group: NativeGroup) -> tuple[jax.Array, jax.Array]:
-    """`host_inputs` on the group's devices."""
+    """Places `host_inputs` on the group's devices."""
     idx, x = host_inputs(group.spec.world_size, group.spec.hidden_size)
     return group.put(idx), group.put(x)
 
 
 def round_trip(group: NativeGroup, idx: jax.Array, x: jax.Array, **options: Any) -> jax.Array:
-    """Every slot comes back once: x times TOP_K, scaled back to x."""
+    """Sends every slot's row and brings it back: x times TOP_K, scaled back to x."""
     plan = group.prepare(idx, **options)
     recv, _ = group.dispatch(x, None, plan, **options)
     return group.combine(recv, None, plan, **options) / TOP_K
@@ -47,13 +47,13 @@ def round_trip(group: NativeGroup, idx: jax.Array, x: jax.Array, **options: Any)
 
 @contextlib.contextmanager
 def opened(**settings: Any) -> Iterator[tuple[NativeGroup, Any, jax.Array, jax.Array]]:
-    """A group, the program of its `round_trip`, and `inputs` of it."""
+    """A group, the program of its `round_trip`, and inputs for it."""
     with open_group(**settings) as group:
         yield group, group.sharded(lambda idx, x: round_trip(group, idx, x)), *inputs(group)
 
 
 def expect(got: jax.Array, want: Any) -> None:
-    """Equal values, of the devices that this process has."""
+    """Compares values on the devices that this process has."""
     want = np.asarray(want)
     for shard in got.addressable_shards:
         np.testing.assert_array_equal(np.asarray(shard.data), want[shard.index])

@@ -1,4 +1,4 @@
-"""What calls of the native library write to the board."""
+"""Tests the records that calls of the native library write to the board."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that hang where a wait depends on the order of calls: each in a process of its own."""
+"""Runs programs that hang if a wait depends on the order of calls, each in a separate process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from child_programs import run_to_end
 from programs import PROGRAMS
 
 LIMIT_S = 90
-# The ones that once needed several cores' worth of threads to get through.
-# On one core the others end as those do; -m slow runs them.
+# Programs that once needed the threads of several cores. On one core the others end like these; -m
+# slow runs them.
 SLOW_ON_ONE_CORE = ("launches200", "independent30")
 ON_ONE_CORE = ("microbatches4", "psum50", "overflow20")
 
 
 def run(name: str, *prefix: str) -> None:
-    """Runs a program; fails with its output unless it ends well in time."""
+    """Runs a program; fails with its output unless the program ends with 0 in time."""
     words = [*prefix, sys.executable, "programs.py", name]
     done = run_to_end(*words, cwd=Path(__file__).parent, limit_s=LIMIT_S)
     assert done.stdout.endswith("done\n")

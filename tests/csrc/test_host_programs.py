@@ -1,4 +1,4 @@
-"""Native code that programs for the host call: sizes, meetings, index arithmetic, old drivers."""
+"""Calls native code from host programs: sizes, meetings, index arithmetic, old drivers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def test_both_sides_agree_on_parts_and_bytes_and_no_regions_meet(tmp_path: Path)
 
 
 def orders_and_lanes(lanes: int, count: int, draw: random.Random) -> tuple[list[str], list[str]]:
-    """Orders that fill and drain the queue again and again, and who holds a lane after each."""
+    """Draws orders that fill and drain the queue; returns them and the lanes'
+    holders after each.
+    """
     orders: list[str] = []
     wanted: list[str] = []
     held: list[int] = []
@@ -68,7 +70,7 @@ def orders_and_lanes(lanes: int, count: int, draw: random.Random) -> tuple[list[
         if filling and draw.random() < 0.9:
             orders.append(f"join {number}")
             queue.append(number)
-        elif queue and draw.random() < 0.3:  # its ranks give up before it has a lane
+        elif queue and draw.random() < 0.3:  # its ranks give up before it gets a lane
             orders.append(f"fail {queue.pop(draw.randrange(len(queue)))}")
         elif held:
             orders.append(f"leave {held.pop(draw.randrange(len(held)))}")
@@ -83,7 +85,7 @@ def test_calls_get_the_lanes_in_turn_however_often_the_queue_runs_dry(tmp_path: 
     program = compiled(tmp_path, "meetings", "core/meeting/meeting.cc", "core/base/status.cc")
     for lanes in (1, 2, 3):
         orders, wanted = orders_and_lanes(lanes, 300, random.Random(lanes))
-        assert wanted.count("") > 1  # it ran dry
+        assert wanted.count("") > 1  # the queue is empty
         run = run_to_end(program, given="\n".join([str(lanes), *orders]))
         assert run.stdout.splitlines() == wanted
 
@@ -109,7 +111,7 @@ def test_rows_of_groups_and_bytes_of_tiles_are_where_they_belong(tmp_path: Path)
     assert run_to_end(program).stdout.endswith("0 of 21 wrong\n")
 
 
-# As much of libcuda.so.1 as the CUDA runtime asks for before it refuses an old driver.
+# The part of libcuda.so.1 that the CUDA runtime calls before it refuses an old driver.
 _OLD_DRIVER = 'extern "C" int cuDriverGetVersion(int* version) { *version = 11080; return 0; }\n'
 
 

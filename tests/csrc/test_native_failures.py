@@ -1,4 +1,4 @@
-"""How calls of the native library end when something is wrong: in time, on every rank, by name."""
+"""Failing calls of the native library end in time, on every rank, with the error's name."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from round_trips import (
 
 from ep_runtime import board, board_abi, board_records, errors, native
 
-SOON_S = 20.0  # far below the 60 s that calls may wait here
+SOON_S = 20.0  # far below 60 s, the limit of calls here
 
 
 def failure_of(run, *args):
-    """Our error out of a launch that must fail, and soon."""
+    """Returns our error from a launch that must fail soon."""
     started = time.monotonic()
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         jax.block_until_ready(run(*args))
@@ -41,7 +41,7 @@ def failure_of(run, *args):
 
 
 def without_rank(group, missing, then=lambda out: out):
-    """A program in which one rank never runs its call, and goes on with what comes after it."""
+    """A program in which one rank skips its call and continues with the code after it."""
 
     def program(idx, x):
         here = jax.lax.axis_index("ep") != missing
@@ -162,7 +162,8 @@ def test_poison_ends_calls_that_wait(reason, kind):
         board.poison(group.board, 4, reason, rank=3)  # an older generation: not ours
         started = time.monotonic()
         board.poison(group.board, 5, reason, rank=3, by=board.By(1234, 77, " on host a: why"))
-        # The program ends well, with nothing in it: rank 3 waits in the sum for the others.
+        # The program ends without an error and without results: rank 3 waits for the others in the
+        # sum.
         values, given = np.array(jax.block_until_ready(out)), np.asarray(x)
         np.testing.assert_array_equal(values[3], given[3])
         np.testing.assert_array_equal(values[[*waiting]], np.full_like(given[:7], np.nan))
@@ -237,7 +238,7 @@ def test_calls_of_different_layers_never_mix():
         expect(good(idx, x), x)
 
 
-# Of each array, what is one beyond the last that is right: of 8 ranks and of `capacity` rows.
+# For each array, the first index that is out of range, with 8 ranks and `capacity` rows.
 ONE_TOO_MANY = {
     "dst_rank": lambda ranks, capacity: jnp.full_like(ranks, 8),
     "staged_row": lambda rows, capacity: jnp.full_like(rows, capacity),

@@ -1,4 +1,4 @@
-"""prepare, dispatch, combine and their backward passes of the native library, against numpy."""
+"""Compares prepare, dispatch, combine and their backward passes with NumPy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ jax.config.update("jax_enable_x64", False)
 
 
 def random_idx(rng, ranks, tokens, top_k, num_experts, *, unused=0.1, duplicates=False):
-    """[ranks, tokens, top_k]: distinct experts per token unless told, some slots unused."""
+    """[ranks, tokens, top_k]: by default distinct experts per token; some slots are unused."""
     shape = (ranks, tokens, top_k)
     if duplicates or top_k > num_experts:
         idx = rng.integers(0, num_experts, shape)
@@ -118,7 +118,7 @@ def test_random_routing(top_k, alignment):
 @pytest.mark.parametrize("capacity_cut", [0, 1, 17])
 @pytest.mark.parametrize(("alignment", "row_alignment"), [(1, None), (8, None), (8, 1), (8, 2)])
 def test_rows_over_capacity_are_dropped(alignment, row_alignment, capacity_cut):
-    """By the layer's alignment, however close the rows that are kept lie."""
+    """Slabs follow the layer's alignment, however densely saved rows are packed."""
     rng = np.random.default_rng(capacity_cut)
     idx = random_idx(rng, 8, 9, 4, 16, unused=0)
     full = routed_of(idx, 10_000, alignment).arrays["num_recv"].max()
@@ -226,7 +226,7 @@ def test_sums_of_any_number_of_rows_keep_the_bits_of_special_values(dtype, weigh
     special = [0.0, -0.0, 1.0, -1.0, np.nan, np.inf, -np.inf, limits.max, -limits.max]
     special += [limits.smallest_subnormal, -limits.smallest_subnormal]
     top_k, hidden = 10, 70
-    # Token t has t rows, so that every number of rows is summed; most by a loop of their own.
+    # Token t has t rows, so every number of rows is summed; most numbers have a separate loop.
     idx = np.tile(np.arange(top_k, dtype=np.int32), (1, top_k + 1, 1))
     idx = np.where(np.arange(top_k) < np.arange(top_k + 1)[:, None], idx, -1)
     with small_group(
@@ -243,7 +243,7 @@ def test_sums_of_any_number_of_rows_keep_the_bits_of_special_values(dtype, weigh
         run = group.sharded(lambda idx, y, w: group.combine(y, w, group.prepare(idx)))
         got = np.asarray(run(*jax.tree.map(group.put, (idx, y, w))))
     routed = routed_of(idx, rows)
-    if dtype != "float16":  # fp32 sums take subnormals for zero, as XLA's own
+    if dtype != "float16":  # fp32 sums flush subnormals to zero, like XLA's
         y = np.where(np.abs(y.astype(np.float32)) < limits.tiny, kind.type(0), y)
     with np.errstate(all="ignore"):
         want = reference.combine(routed, y, w, precision)

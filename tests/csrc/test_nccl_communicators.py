@@ -1,4 +1,4 @@
-"""Communicators of one process over a fake libnccl: made together, watched, aborted, closed."""
+"""Tests communicators over a fake libnccl: made together, watched, aborted, closed."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def ranks_of(world_ranks=range(RANKS), ep_size=RANKS, op_timeout_s=WAIT_S) -> nc
 
 
 class Edge:
-    """One rank's part of one call, as a handler makes it."""
+    """One rank's part of one call, as a custom call's handler makes it."""
 
     def __init__(self) -> None:
         self._library: Any = ctypes.CDLL(str(edge_library()))
         self._library.TestExchange.restype = ctypes.c_int64
 
     def exchange(self, group, run, device, blocks, *, node_size=0, rail=False, gathers=0):
-        """Of blocks [P, ...], or with `gathers` = P of one block [...]."""
+        """Exchanges blocks [P, ...], or gathers P copies of one block [...]."""
         text = ctypes.create_string_buffer(4096)
         out = np.zeros((gathers, *blocks.shape) if gathers else blocks.shape, blocks.dtype)
         result = self._library.TestExchange(
@@ -67,7 +67,7 @@ class Edge:
         return f"{'the run' if result == -1 else 'the call'}: {text.value.decode()}"
 
     def all(self, group, run, blocks, **how) -> list[Any]:
-        """Every rank of `blocks` on a thread of its own; results or error texts."""
+        """Runs every rank of `blocks` on its own thread; returns results or error texts."""
         call = functools.partial(self.exchange, group, run, **how)
         with ThreadPoolExecutor(len(blocks)) as pool:
             return [*pool.map(call, range(len(blocks)), blocks, timeout=WAIT_S)]
@@ -274,7 +274,7 @@ def test_who_is_gone_is_said_where_nccl_only_knows_that_somebody_is(group, fake,
         calls = in_thread(lambda: found.extend(Edge().all(group, 1, blocks_of(RANKS))))
         eventually(lambda: fake.count("inits") == RANKS, within_s=WAIT_S)
     fake.set("async_error", 6)
-    assert group.await_failure(0.2) == ""  # nobody has said who
+    assert group.await_failure(0.2) == ""  # nobody has reported the rank
     assert fake.count("aborts") == 0
     group.abort(PeerLostError("the process of rank 2 is gone", rank=2))
     if calls is not None:
@@ -306,7 +306,7 @@ def test_a_call_that_needs_a_rank_that_left_ends_at_once(library, fake):
     made = library.make_group(ranks_of(), [unique_id()])
     made.init(WAIT_S)
     made.rank_left(3, PeerLostError("the process of rank 3 closed group 'g'", rank=3))
-    # The others' rail goes on, and so does the group.
+    # The other processes' rail continues, and so does the group.
     blocks, found = blocks_of(2), [None, None]
 
     def work(which):

@@ -1,4 +1,4 @@
-"""Which libnccl and which library of ours a process may have."""
+"""Tests which libnccl and which of our libraries a process may load."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ os._exit(0)  # NCCL's threads would keep a clean exit
     chosen = {"EP_RUNTIME_NCCL_LIBRARY": path, "NCCL_SOCKET_IFNAME": "lo"}
     said = json.loads(run_python("-c", code, **chosen).stdout.splitlines()[-1])
     assert "error" not in said, said
-    # The version is read behind a look for every symbol that we call.
+    # The version is read only after every symbol that we call was found.
     assert nccl.version_text(said["read"]) == installed.version
     assert said["read"] == said["version"]
     assert len({*said["ids"]}) == 2

@@ -1,4 +1,4 @@
-"""The sources of csrc/: which rooms include which, and which attributes calls read."""
+"""Tests which folders of csrc/ include which others, and which attributes calls read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 _SOURCES = Path(__file__).parents[2] / "csrc"
-# The lowest first. A room that is not named belongs to the folder that it lies in.
+# From the lowest up. A folder that is not listed belongs to its parent.
 _FLOORS = (
     "core/base",
     "core/memory",
@@ -47,7 +47,7 @@ def _sources() -> list[Path]:
 
 
 def _includes(path: Path) -> list[Path]:
-    """The files of csrc/ that the file includes, relative to it."""
+    """Returns the files of csrc/ that the file includes, relative to csrc/."""
     named = re.findall(r'^#include "([^"]+)"', path.read_text(), re.M)
     return [Path(name) for name in named if (_SOURCES / name).exists()]
 

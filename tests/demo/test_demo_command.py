@@ -1,4 +1,4 @@
-"""`ep-runtime demo` in one or several processes: exit codes, what it says, leaves and trains."""
+"""Runs `ep-runtime demo` in one or several processes: exit codes, output, leftovers, losses."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ Endless = Callable[..., tuple[subprocess.Popen[str], str]]
 
 @pytest.fixture
 def endless(directory: Path) -> Iterator[Endless]:
-    """endless(start, *words): a demo, and what it said up to a line that starts so."""
+    """endless(start, *words): runs a demo and returns its output up to a line that starts so."""
     with contextlib.ExitStack() as running:
 
         def run(start: str, *words: str) -> tuple[subprocess.Popen[str], str]:
             how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
             how["env"] = {**os.environ, "RUNTIME_DIRECTORY": str(directory)}
             whole = command(*SMALL, "--steps", 100000, *words)
-            # In a group of its own: a terminal signals all of it.
+            # In its own process group, because a terminal signals the whole group.
             process = subprocess.Popen(whole, text=True, start_new_session=True, **how)
             running.enter_context(process)
             running.callback(process.kill)
@@ -180,7 +180,7 @@ def test_a_killed_process_ends_the_demo_with_its_code(endless: Endless) -> None:
     output, errors = demo.communicate(timeout=TIMEOUT_S)
     assert demo.returncode == 128 + signal.SIGKILL, output + errors
     assert "process 1 ended with -9" in errors
-    # A call that waited names its op and layer too.
+    # A call that was waiting also names its op and layer.
     lost = rf"PeerLostError: (\w+ of layer \S+: )?process {workers[1]} of rank 2 in group '?demo"
     assert re.search(lost, errors)
     for pid in workers:
@@ -201,7 +201,7 @@ def config_of(*options: str) -> DemoConfig:
 
 
 class Scripted:
-    """A trainer whose losses are given."""
+    """A trainer that returns the given losses."""
 
     def __init__(self, losses: Sequence[float]) -> None:
         self._losses = iter(losses)

@@ -1,4 +1,4 @@
-"""systemd as process 1 of namespaces of its own, over a copy of this machine's files.
+"""Boots systemd as process 1 in its own namespaces, over a copy of this machine's files.
 
 What it starts, and what is written below its root, is gone with it; nothing outside changes. It
 takes root, overlayfs, cgroup2, and systemd itself.
@@ -22,11 +22,11 @@ from harness import eventually
 BOOT_TIMEOUT_S = 30.0
 COMMAND_TIMEOUT_S = 240.0
 SYSTEMD = Path("/lib/systemd/systemd")
-_UMASK = 0o022  # of a system's own programs, whatever this process has
+_UMASK = 0o022  # the path of the system's programs, whatever path this process has
 _PATH = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 
-# What a container's manager does before it starts a system: $1 is an empty folder, $2... are
-# folders on other file systems that the system needs too.
+# Prepares a system as a container's manager does. $1 is an empty folder; $2... are folders on other
+# file systems that the system needs.
 _BOOT = r"""
 set -euo pipefail
 base=$1; shift
@@ -70,7 +70,7 @@ exec /lib/systemd/systemd --system --unit=nothing.target --log-target=console --
 
 
 def why_not() -> str | None:
-    """What this machine lacks, or None."""
+    """Returns what this machine lacks, or None."""
     if os.geteuid() != 0:
         return "only root boots a system"
     if not SYSTEMD.exists() or shutil.which("unshare") is None:
@@ -108,7 +108,7 @@ class System:
         assert cgroups is not None
         self._group = cgroups / f"ep-test-{os.getpid()}"
         self._group.mkdir()
-        self._group.chmod(0o777 & ~_UMASK)  # users' managers look into it
+        self._group.chmod(0o777 & ~_UMASK)  # user managers read it
         self._base = Path(tempfile.mkdtemp(prefix="ept-"))
         here = os.stat("/").st_dev
         elsewhere = [str(folder) for folder in folders if os.stat(folder).st_dev != here]
@@ -127,7 +127,7 @@ class System:
         try:
             self._init = self._wait_for_init()
             self.root = Path(f"/proc/{self._init}/root")
-            for folder in folders:  # users of the system read what may be root's alone here
+            for folder in folders:  # users of the system read files that only root may read here
                 for path in (folder, *folder.parents):
                     inside = self.root / path.relative_to("/")
                     inside.chmod(inside.stat().st_mode | 0o055)
@@ -153,7 +153,7 @@ class System:
     def run(
         self, *words: str, check: bool = True, user: int | None = None, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        """A command in the system, as root or as that user."""
+        """Runs a command in the system, as root or as that user."""
         become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"] if user else []
         done = subprocess.run(
             self._entering(*become, *words),
@@ -169,7 +169,7 @@ class System:
         return done
 
     def start(self, *words: str, **variables: str) -> subprocess.Popen[bytes]:
-        """A command in the system, as root, that goes on; who starts it ends it."""
+        """Starts a command in the system as root; the caller ends it."""
         started = subprocess.Popen(
             self._entering(*words), env=_PATH | variables, stdin=subprocess.DEVNULL, umask=_UMASK
         )
@@ -180,11 +180,11 @@ class System:
         return ["nsenter", f"--target={self._init}", "--all", "env", "--chdir=/", *words]
 
     def show(self, unit: str, name: str) -> str:
-        """A property of a unit."""
+        """Returns a property of a unit."""
         return self.run("systemctl", "show", "--value", f"--property={name}", unit).stdout.strip()
 
     def write(self, path: str, text: str, mode: int = 0o644) -> None:
-        """A file of the system."""
+        """Writes a file of the system."""
         inside = self.root / path.lstrip("/")
         for folder in reversed(inside.parents):
             if not folder.exists():
@@ -199,7 +199,7 @@ class System:
         if with_kill.exists():
             with_kill.write_text("1")
         else:
-            os.kill(self._unshare.pid, signal.SIGKILL)  # --kill-child: its system goes with it
+            os.kill(self._unshare.pid, signal.SIGKILL)  # --kill-child ends the system with it
         self._unshare.wait(BOOT_TIMEOUT_S)
         assert self._unshare.stdout is not None
         self._unshare.stdout.close()
@@ -211,7 +211,7 @@ class System:
 def _removed(folder: str) -> bool:
     try:
         os.rmdir(folder)
-    except OSError:  # its last processes are on their way out
+    except OSError:  # its last processes are ending
         return False
     return True
 
@@ -220,7 +220,7 @@ def boot() -> System:
     """A system that has `ep-runtime` where the units look for it, and our Python's packages."""
     paths = [*os.environ["PYTHONPATH"].split(":"), sys.prefix, sys.base_prefix, *sys.path]
     system = System([*{Path(path).resolve(): None for path in paths if Path(path).is_dir()}])
-    # A checkout may be root's alone, down to its files; only those are touched, as each is copied.
+    # Only root may read a checkout's files in some places; each is copied, so only copies change.
     private = ("-not", "-perm", "-o=r", "-not", "-type", "l")
     for path in os.environ["PYTHONPATH"].split(":"):
         system.run("find", path, *private, "-exec", "chmod", "go+rX", "{}", "+")

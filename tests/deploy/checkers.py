@@ -1,4 +1,4 @@
-"""Programs that check files of others' languages; the extra `dev` brings them."""
+"""Runs programs that check files in other languages; the extra `dev` installs them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def _installed(name: str) -> str | None:
-    """In the environment that runs the tests, whether or not that is on the path."""
+    """Finds a program in the environment that runs the tests, even if it is not on the path."""
     return shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
 
 

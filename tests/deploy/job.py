@@ -1,4 +1,4 @@
-"""train.py of the deployments: a job of several processes, of which one dies in the first attempt.
+"""train.py of the deployments: a job of several processes; one dies in the first attempt.
 
 Says what it found, in its working directory, which outlives the attempts.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 jax.config.update("jax_num_cpu_devices", 2)
-# Where no launcher that JAX knows says so: what the manifests do.
+# Sets the rank as the manifests do, unless a launcher that JAX knows has set it.
 if "NUM_PROCESSES" in os.environ:
     jax.distributed.initialize(
         num_processes=int(os.environ["NUM_PROCESSES"]),
@@ -70,5 +70,5 @@ with ep.connect() as session, ep.translate_errors():
     died = kept / "died"
     if jax.process_index() == jax.process_count() - 1 and not died.exists():
         died.touch()
-        os._exit(137)  # as by SIGKILL, which a container's first process cannot send itself
+        os._exit(137)  # like SIGKILL, which a container's first process cannot send to itself
     group.check(step(tokens, chosen))

@@ -1,4 +1,4 @@
-"""What a kubelet does with a pod's container, in a booted system that plays the node.
+"""Runs a pod's container as a kubelet does, in a booted system that plays the node.
 
 Image and network are the system's own: PATH has what an image would bring.
 """
@@ -53,13 +53,13 @@ class Pod:
         return self._system.start(*self._inside(words), **self._variables)
 
     def probe(self, name: str) -> int:
-        """Exit code of a probe's command."""
+        """Returns the exit code of a probe's command."""
         words = self._container[name]["exec"]["command"]
         done = self._system.run(*self._inside(words), check=False, **self._variables)
         return done.returncode
 
     def _inside(self, words: list[str]) -> list[str]:
-        """The command in the container's namespaces, as its user."""
+        """Returns the command line that enters the container's namespaces as its user."""
         words = [re.sub(r"\$\((\w+)\)", lambda found: self._variables[found[1]], w) for w in words]
         script = ["set -e", *self._mounts(), "cd /job", shlex.join(["exec", *self._user(), *words])]
         own_pids = [] if self._spec.get("hostPID") else ["--pid", "--fork", "--mount-proc"]

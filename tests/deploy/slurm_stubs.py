@@ -21,7 +21,7 @@ STOP_S = 30.0
 
 
 def scontrol(words: list[str]) -> int:
-    """`scontrol show hostnames LIST`, of a list without brackets."""
+    """Imitates `scontrol show hostnames LIST`, for a list without brackets."""
     assert words[:2] == ["show", "hostnames"], words
     sys.stdout.write("\n".join(words[2].split(",")) + "\n")
     return 0
@@ -63,7 +63,7 @@ def systemd_run(words: list[str]) -> int:
 
 
 def systemctl(words: list[str]) -> int:
-    """`is-active --quiet UNIT` and `stop UNIT`."""
+    """Imitates `is-active --quiet UNIT` and `stop UNIT`."""
     order, unit = words[0], words[-1]
     try:
         pid = int(_unit_file(unit).read_text())
@@ -80,7 +80,7 @@ def systemctl(words: list[str]) -> int:
 
 
 def srun(words: list[str]) -> int:
-    """One task per node; one that ends badly ends the others at once."""
+    """Runs one task per node; a task that fails ends the others at once."""
     assert words[:2] == ["--kill-on-bad-exit=1", "--wait=60"], words
     nodes = os.environ["SLURM_JOB_NODELIST"].split(",")
     tasks = []
@@ -90,7 +90,7 @@ def srun(words: list[str]) -> int:
             "SLURM_NTASKS": str(len(nodes)),
             "SLURM_PROCID": str(number),
             "SLURM_LOCALID": "0",
-            # Every node has the same path, in a /run of its own.
+            # Every node has the same path in its own /run.
             "EP_RUNTIME_ADDRESS": os.environ["EP_RUNTIME_ADDRESS"].replace(nodes[0], node),
         }
         tasks.append(subprocess.Popen(words[2:], env={**os.environ, **own}))

@@ -1,4 +1,4 @@
-"""The Kubernetes manifests and the images that they use: schemas, stages, what they run, a job."""
+"""Tests the Kubernetes manifests and their images: schemas, stages, commands, and a job."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def find(kind: str) -> Any:
 
 
 def validate(document: Any) -> None:
-    """Raises where Kubernetes would refuse it; unknown fields are refused too."""
+    """Raises if Kubernetes would refuse the object; it refuses unknown fields too."""
     import kubernetes_validate
 
     version = kubernetes_validate.latest_version()
@@ -93,7 +93,7 @@ def test_what_kubernetes_would_refuse_is_refused(kind: str, path: list[Any], val
 
 
 def test_names_of_one_manifest_are_those_of_another() -> None:
-    """What no schema sees: what one object says of another."""
+    """Checks references from one object to another, which schemas do not check."""
     service, coordinator = find("Service"), find("Deployment")
     labels = coordinator["spec"]["template"]["metadata"]["labels"]
     assert service["spec"]["selector"].items() <= labels.items()
@@ -124,7 +124,7 @@ def test_names_of_one_manifest_are_those_of_another() -> None:
 
 @pytest.fixture
 def node() -> Iterator[booted_systemd.System]:
-    """A system in which names of Services are known, and images' programs are on the path."""
+    """A system that knows names of Services and has the images' programs on the path."""
     why = booted_systemd.why_not()
     if why is not None:
         pytest.skip(why)
@@ -132,7 +132,7 @@ def node() -> Iterator[booted_systemd.System]:
     system.write("/usr/local/bin/ep-runtime", booted_systemd.program_text(), 0o755)
     python = f'#!/bin/sh\nPYTHONPATH={os.environ["PYTHONPATH"]} exec {sys.executable} "$@"\n'
     system.write("/usr/local/bin/python3", python, 0o755)
-    # Of the cluster, and what a kubelet writes: a pod knows its own host's name.
+    # Names of the cluster, and the line a kubelet adds: a pod knows its own host's name.
     names = ["localhost", "ep-runtime-coordinator.ep-runtime", "pretrain-trainer-0-0.pretrain"]
     system.write("/etc/hosts", " ".join(["127.0.0.1", *names, socket.gethostname()]) + "\n")
     job = (Path(__file__).parent / "job.py").read_text(encoding="utf-8")
@@ -143,7 +143,7 @@ def node() -> Iterator[booted_systemd.System]:
 
 
 def make_secret(system: booted_systemd.System) -> str:
-    """The folder that stands for the Secret: certificates of the coordinator and of one node."""
+    """Makes the folder that stands for the Secret: certificates of the coordinator and one node."""
     names = ("ep-runtime-coordinator=ep-runtime-coordinator.ep-runtime", "node-0")
     system.run("/opt/ep-runtime/bin/ep-runtime", "certs", "/secret", *names)
     system.run("sh", "-c", "rm /secret/ca.key; chmod 755 /secret; chgrp 1000 /secret/*; "
@@ -152,7 +152,7 @@ def make_secret(system: booted_systemd.System) -> str:
 
 
 def train(system: booted_systemd.System, codes: list[int]) -> None:
-    """What the JobSet controller does: all pods again when one of a Job fails."""
+    """Imitates the JobSet controller: restarts all pods if one of a Job fails."""
     spec = find("JobSet")["spec"]
     job = spec["replicatedJobs"][0]["template"]["spec"]
     assert job["backoffLimit"] == 0
@@ -264,7 +264,7 @@ def test_stages_build_on_what_was_built_before() -> None:
 def test_images_have_a_python_and_extras_that_the_package_takes() -> None:
     (python,) = re.findall(r"^ARG PYTHON=(.+)$", TEXT, re.MULTILINE)
     assert f"{python}.0" in SpecifierSet(PROJECT["requires-python"])
-    assert f"python{python} " in TEXT  # of the other stage, whose image has none
+    assert f"python{python} " in TEXT  # of the other stage, which has no image here
     for extras in re.findall(r"\*\.whl\)\[([\w,]+)\]", TEXT):
         assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
 

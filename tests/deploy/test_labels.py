@@ -1,4 +1,4 @@
-"""Every file of docs/deploy says whether it was run, and the page says the same."""
+"""Every file of docs/deploy states whether it was run, and the page states the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FILES = sorted(path for path in FOLDER.rglob("*") if path.is_file() and path.suf
 
 
 def label_of(path: Path) -> str | None:
-    """What its first comment says; None of what has no comments."""
+    """Returns the label in the file's first comment; None for formats without comments."""
     if path.suffix == ".json":
         return None
     lines = path.read_text(encoding="utf-8").splitlines()

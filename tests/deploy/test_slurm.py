@@ -1,4 +1,4 @@
-"""Prolog, batch script and epilog of a Slurm job: with stubs, and with Slurm and systemd."""
+"""Runs prolog, batch script and epilog of a Slurm job: with stubs, and with Slurm and systemd."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIMEOUT_S = 240.0
 
 
 class Site:
-    """Two nodes of a site on which everything is installed, and one job of ours."""
+    """Two nodes of a site with everything installed, and one of our jobs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -97,7 +97,7 @@ def test_a_job_starts_again_on_its_nodes_and_leaves_nothing(site: Site) -> None:
     for number in range(len(NODES)):
         lines = (site.folder / f"said-{number}").read_text().splitlines()
         first, second = map(json.loads, lines)
-        # Windows are a node's own, and of its restart.
+        # A node's restart finds only its own windows.
         assert (first["reattached"], second["reattached"]) == (False, True)
         assert first["node_size"] == second["node_size"] == 2
     for node in NODES:
@@ -131,7 +131,7 @@ def test_shellcheck_finds_nothing(script: Path) -> None:
 
 
 NODE = "node-0"
-# Slurm looks names up as if loopback were no network.
+# Slurm resolves names as if the host had only loopback.
 ADDRESS = "10.0.0.1"
 USER = 65534
 READY_S = 60.0

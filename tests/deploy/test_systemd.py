@@ -1,4 +1,4 @@
-"""The systemd units: what systemd finds wrong with them, and what it does with them.
+"""Tests the systemd units: warnings of systemd, and the units at run time.
 
 The second part boots a systemd (`booted_systemd`), for the node's unit and for a user's.
 """
@@ -24,7 +24,7 @@ USER_UNIT = FOLDER / "user/ep-runtime.service"
 USER = 65534
 RESTART_S = 20.0
 
-# A client that leaves a group with memory behind; and what a later one finds.
+# A client that leaves a group with memory behind, and a later client that looks for it.
 _CLIENT = """
 import os
 import sys
@@ -43,7 +43,7 @@ import os; os._exit(0)
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 @pytest.mark.parametrize("unit", [NODE_UNIT, USER_UNIT], ids=["node", "user"])
 def test_systemd_finds_nothing_wrong(unit: Path, tmp_path: Path) -> None:
-    # It looks for the program too, which lies elsewhere here.
+    # systemd also checks that the program exists, which is elsewhere here.
     text = unit.read_text(encoding="utf-8")
     program = next(line for line in text.splitlines() if line.startswith("ExecStart="))
     copy = tmp_path / unit.name
@@ -76,7 +76,7 @@ def test_the_nodes_daemon_keeps_memory_that_nobody_maps(system: booted_systemd.S
     system.run("systemd-sysusers")
     uid = system.run("id", "-u", "ep-runtime").stdout.strip()
     system.write("/etc/systemd/system/ep-runtime.service", NODE_UNIT.read_text())
-    if str(doc_pages.ROOT).startswith("/tmp/"):  # or the program would be hidden from itself
+    if str(doc_pages.ROOT).startswith("/tmp/"):  # or systemd would hide the program from itself
         drop_in = "/etc/systemd/system/ep-runtime.service.d/checkout.conf"
         system.write(drop_in, "[Service]\nPrivateTmp=no\n")
     system.write("/etc/ep-runtime/serve.toml", f"allow-uid = [{USER}]\ndrain-s = 0\n")

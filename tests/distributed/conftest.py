@@ -1,4 +1,4 @@
-"""A directory of jobs that start a daemon."""
+"""Makes a directory for jobs that start a daemon."""
 
 import tempfile
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A small training job that goes on: what each of its processes runs.
+"""Each process of a small training job that survives the loss of processes.
 
 Variables: TEST_FROM is a file with the state to start from, TEST_TO the file for the state that a
 later generation restores, TEST_STEPS how many steps that generation makes, TEST_DIES a process and
@@ -31,7 +31,7 @@ EXPERTS = int(os.environ.get("TEST_EXPERTS", "12"))
 LAST = int(os.environ.get("TEST_LAST", "1"))
 SAVES = "TEST_SAVES" in os.environ
 COMPILES = int(os.environ.get("TEST_COMPILES", "0"))
-READY = 3  # steps until a process may die, or to the next copy of the state
+READY = 3  # steps until a process may die, or until the next copy of the state
 Arrays = dict[str, Any]
 
 
@@ -70,7 +70,7 @@ def layout(mesh: Mesh, experts: PartitionSpec) -> dict[str, NamedSharding]:
 
 
 def build(session: ep.Session, mesh: Mesh, number: int) -> Callable[..., Any]:
-    """A step (state, number) -> (loss, the next state)."""
+    """Makes a step (state, number) -> (loss, next state)."""
     group = session.create_group(
         f"experts-{number}",
         mesh,
@@ -148,7 +148,7 @@ def train(say: Callable[..., None], hear: Callable[[], Any]) -> None:
 
 
 def _save(file: Path, mesh: Mesh, kept: ep.distributed.State) -> None:
-    """Writes the state with which a generation begins, for `replay`."""
+    """Writes the state at which a generation begins, for `replay`."""
     number, state = 0, first_state()
     if kept.committed is not None:
         number, state = kept.restore(abstract(layout(mesh, PartitionSpec())))
@@ -162,7 +162,7 @@ def _saved(file: str) -> tuple[int, Arrays]:
 
 
 def replay(say: Callable[..., None], hear: Callable[[], Any]) -> None:
-    """Makes the first steps of generations again, in a job that has their number of devices.
+    """Repeats the first steps of generations, in a job that has their number of devices.
 
     TEST_AGAIN has [file, steps, next file] of each in JSON. Says losses by file, and by next file
     whether it has the state of its step.

@@ -1,5 +1,5 @@
-"""Measures how long a job takes to go on after a loss: 4 processes with 2 CPU devices each, or
-with a GPU each.
+"""Measures how long a job takes to recover from losses: 4 processes with 2 CPU devices or a GPU
+each.
 
     PYTHONPATH=.:server:client:tests python tests/distributed/measure_losses.py [--gpus] [--times N]
 
@@ -58,15 +58,15 @@ class Measurement:
         self.taken_s: dict[str, list[float]] = collections.defaultdict(list)
         self.done: list[Path] = []  # folders with losses that are to be checked
         self.steps = self.replayed = self.states = 0  # that were compared
-        self.hangs = self.false = 0  # processes that did not go on, and that nobody had killed
+        self.hangs = self.false = 0  # processes that stopped without having been killed
 
     @property
     def folder(self) -> Path:
-        """Losses of the last job."""
+        """The folder with the losses of the last job."""
         return self.place / str(self.jobs)
 
     def job(self, name: str = "", processes: int = PROCESSES, **more: str) -> launch.Job:
-        """The next job; one of the same name finds its state."""
+        """Starts the next job; a job of the same name finds its state."""
         self.jobs += 1
         self.folder.mkdir()
         saves = {} if name else {"TEST_SAVES": ""}
@@ -103,7 +103,7 @@ class Measurement:
             yield from (f"{file}: another state" for file, same in said["same"].items() if not same)
 
     def all_died_and_came_back(self) -> None:
-        """Processes 2 and 0 are killed, and come back, one after the other."""
+        """Kills processes 2 and 0, one after the other; each comes back."""
         with self.job() as job:
             self.first_steps(job.workers)
             for victim in (2, 0):
@@ -122,7 +122,7 @@ class Measurement:
         self.done.append(self.folder)
 
     def stands(self, what: str, number: signal.Signals, **more: str) -> None:
-        """A process does not go on after a signal."""
+        """Stops a process by a signal."""
         with self.job(**more) as job:
             self.first_steps(job.workers)
             began = time.monotonic()
@@ -135,7 +135,7 @@ class Measurement:
         self.done.append(self.folder)
 
     def all_start_again(self) -> None:
-        """Every process is killed after a commit, and the job is started again."""
+        """Kills every process after a commit, and starts the job again."""
         name = f"again-{self.jobs}"
         with self.job(name, **LARGE) as job:
             self.first_steps(job.workers)
@@ -155,7 +155,7 @@ class Measurement:
             self.note(f"whole job of 52M parameters started again: {_STAGES[what]}", at_s)
 
     def at_random(self, times: int, rng: random.Random, ends: float) -> None:
-        """Kills one process or two, so often or until `ends`; they come back in between."""
+        """Kills one or two processes that often, or until `ends`; they come back in between."""
         try:
             self._at_random(times, rng, ends)
         except AssertionError as hang:
@@ -190,7 +190,7 @@ class Measurement:
         how = {"TEST_COMPILES": str(COMPILES), "JAX_ENABLE_COMPILATION_CACHE": "false"}
         with self.job(processes=processes, **how) as job:
             self.first_steps(list(job.workers))
-            # A process says something again in the next generation.
+            # A process reports again in the next generation.
             while all(worker.silent() and not worker.ended for worker in job.workers):
                 threading.Event().wait(1.0)
                 if time.monotonic() > ends:
@@ -217,7 +217,7 @@ class Measurement:
         self.taken_s[what].append(seconds)
 
     def report(self) -> int:
-        """Prints all figures; 1 if something went wrong."""
+        """Prints all figures; returns 1 if something went wrong."""
         _say(f"\nload of the machine: {os.getloadavg()}, {os.cpu_count()} cores\n")
         if self.taken_s:
             _say("| seconds | times | min | median | max |\n|---|---|---|---|---|")

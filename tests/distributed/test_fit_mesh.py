@@ -1,4 +1,4 @@
-"""Tests of `fit_mesh`: which mesh a job goes on with, and which devices it leaves out."""
+"""Tests `fit_mesh`: the mesh on which a job continues, and the devices that it leaves out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Device:
 
 
 def _devices(*counts: int) -> list[_Device]:
-    """Devices of processes that have so many each."""
+    """Makes devices of processes that have that many each."""
     owners = [process for process, count in enumerate(counts) for _ in range(count)]
     return [_Device(i, owner) for i, owner in enumerate(owners)]
 

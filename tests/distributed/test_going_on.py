@@ -1,4 +1,4 @@
-"""A job goes on after SIGKILL of processes at any moment, as a job of the survivors alone would."""
+"""A job continues after SIGKILL at any moment, exactly as a job of the survivors alone would."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from distributed import going_on_job
 going_on_job.run(say, hear)
 os._exit(0)
 """
-# Process 0 dies while it makes its backend anew, for which the others wait too.
+# Process 0 dies while it makes its backend again, for which the others wait too.
 _DIES_ANEW = """
 from ep_runtime_client.base import jax_internals
 forget = jax_internals.forget_topology
@@ -64,7 +64,7 @@ def start(
     life_s: float = launch.LIFE_S,
     **more: str,
 ) -> launch.Job:
-    """A job whose last generation makes STEPS steps; `devices` 0 gives each process a GPU."""
+    """A job that makes STEPS steps in its last generation; `devices` 0 gives each process a GPU."""
     own = [{}] * processes if devices else _of_gpus(processes)
     return launch.Job(
         script,
@@ -97,7 +97,7 @@ def test_survivors_restore_and_go_on_as_a_job_of_theirs_alone_would(
         for worker in survivors:
             worker.tell()
         assert [worker.finish() for worker in survivors] == [0] * len(survivors)
-    # Every process finds its programs there, whoever has died.
+    # Every process finds its programs there, whichever process has died.
     assert len([*(place / "cache").glob("jit_train_step-*-cache")]) == 4 + len(survivors)
     assert said == [said[0]] * len(survivors)
     assert said[0]["devices"] == len(survivors) * devices
@@ -136,7 +136,7 @@ def test_nobody_waits_for_process_0_that_died_before_it_told_the_devices(place: 
 def test_a_process_without_a_device_in_the_mesh_waits_for_the_end_of_the_others(
     place: Path,
 ) -> None:
-    """Four processes train; then there are three, of which 8 experts take two."""
+    """Four processes train; one dies, and 8 experts need two of the other three."""
     with start(place, 4, 1, "whole", TEST_EXPERTS="8", TEST_TO=str(place / "state.npz")) as job:
         assert job.heard(WAIT_S) == [{"ready": True}] * 4
         job.workers[0].kill()
@@ -175,16 +175,16 @@ def test_a_process_that_comes_back_joins_at_a_step_boundary(place: Path) -> None
 PROCESSES = 4
 HANG_S = 120.0
 MOMENTS_S = 1.0  # of the steps in which a process dies
-MESHES = 0.25  # how often the next one dies while the others still make the mesh
-BACK = 0.5  # how often one comes back after a loss, once in a job
+MESHES = 0.25  # how often the next process dies while the others still make the mesh
+BACK = 0.5  # how often a process comes back after a loss, once in a job
 ALONE_STEPS = 1000
-# Sums over other meshes differ in last bits, which the steps let grow.
+# Sums over other meshes differ in their last bits, and later steps enlarge the difference.
 TOLERANCE = 1e-2
 Losses = dict[tuple[int, int], set[str]]
 
 
 def losses_of(place: Path) -> Losses:
-    """By generation and step: what the processes had, without a line that a death cut."""
+    """By generation and step: each process's records, without a line that a death cut off."""
     found: Losses = collections.defaultdict(set)
     for log in sorted(place.glob("*.jsonl")):
         for line in log.read_text().splitlines():
@@ -195,7 +195,7 @@ def losses_of(place: Path) -> Losses:
 
 
 def check_losses(place: Path, alone: dict[int, float]) -> None:
-    """All processes had the same losses, which are those of a process alone."""
+    """All processes had the same losses, equal to those of a process alone."""
     for (generation, step), losses in losses_of(place).items():
         where = f"{place.name}: step {step} of generation {generation}"
         assert len(losses) == 1, f"{where}: processes differ, {losses}"
@@ -221,7 +221,7 @@ def meet(live: list[launch.Worker], said: dict[int, Any], devices: int = 1) -> i
             said[late[0].index] = late[0].heard(1.0)
         except AssertionError:
             if time.monotonic() > ends or (late[0].ended and not aborted(late[0])):
-                late[0].send(signal.SIGABRT)  # faulthandler writes where it waits
+                late[0].send(signal.SIGABRT)  # faulthandler prints where it waits
                 raise
     return before - len(live)
 
@@ -231,7 +231,7 @@ def _with(said: dict[int, Any], worker: launch.Worker, devices: int) -> bool:
 
 
 def lose(running: launch.Job, rng: random.Random, most: int) -> int:
-    """Kills processes of a job until one is left; how often."""
+    """Kills processes of a job until one is left; returns how often."""
     live, lost, back = list(running.workers), 0, False
     said: dict[int, Any] = {}
     while True:
@@ -301,5 +301,5 @@ def test_a_death_ends_groups_that_form_unless_the_others_have_met_without_it() -
     followed.passed({2})
     departures.keep(TWO)
     with departures.ending(after):
-        followed._end_waits(2)  # told late
+        followed._end_waits(2)  # learns of it late
     assert not after.cancelled

@@ -1,4 +1,6 @@
-"""A job's state in memory of the node: what is committed, what comes back, and who pays for it."""
+"""Tests a job's state in node memory: its commits, what is restored, and whose
+quota it counts on.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def _mesh(*sizes: int, names: tuple[str, ...] = ("a", "b")) -> Mesh:
 
 
 def _values(step: int) -> dict[str, Any]:
-    """Arrays whose every element says where it is and of which step."""
+    """Makes arrays whose every element encodes its place and step."""
     rows = np.arange(24 * 20, dtype=np.float32).reshape(24, 20)
     return {
         "adam": [rows + step, np.int32(step)],
@@ -99,7 +101,7 @@ def test_a_state_comes_back_on_another_mesh(session: ep.Session, other: Any) -> 
 
 
 def _fails_at_the_second() -> Callable[..., int]:
-    """os.pwrite, until a copy has its table and not its pieces."""
+    """Patches os.pwrite so that a copy has its table but not its pieces."""
     write, calls = os.pwrite, itertools.count(1)
 
     def pwrite(*args: Any) -> int:
@@ -119,7 +121,7 @@ def test_the_step_before_is_there_until_the_next_is_committed(
     for step in (1, 4, 5):
         arrays = _arrays(step, on)
         state.commit(step, arrays)
-        follow(arrays)  # reuses the memory while it is copied
+        follow(arrays)  # reuses the memory during the copy
     state.wait()
     assert state.committed == 5
     with pytest.raises(ep.InvalidArgumentError, match="greater than 5, the newest step of state"):
@@ -196,7 +198,7 @@ def test_a_restarted_daemon_has_the_copies(directory: Path) -> None:
         child.stop()
         child = start_daemon(directory)
         try:
-            step, found = State(session).restore(on)  # another State has to ask the daemon
+            step, found = State(session).restore(on)  # another State must ask the daemon
             assert step == 2
             _check(found, 2, on)
             state.commit(3, _arrays(3, on))
@@ -372,7 +374,7 @@ while True:
 def test_a_copy_forms_if_one_that_came_back_is_the_first(
     address: str, admin: source.Source, run_program: Callable[..., Program]
 ) -> None:
-    """Process 3 takes rank 2, which was that of process 2 until process 1 died."""
+    """Process 3 takes rank 2, which process 2 had until process 1 died."""
     processes = [
         run_program(_COPY, prologue=WITHOUT_JAX, EP_RUNTIME_ADDRESS=address) for _ in range(4)
     ]

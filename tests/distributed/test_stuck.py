@@ -1,4 +1,4 @@
-"""Processes that live but do not come along are ended, and the job goes on without them."""
+"""Ends processes that live but make no progress; the job continues without them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ep_runtime_client.distributed import peers
 from ep_runtime_client.distributed.peers import For, stuck_of
 
 WAIT_S = 240.0
-# More than processes of a test come apart while they compile.
+# Longer than a test's processes differ while they compile.
 STUCK_AFTER_S = 8
 NEVER_S = 3600
-# After three steps each process hears what to do before or in the next one.
+# After three steps each process reads what to do before or in the next step.
 _JOB = """
 from distributed import going_on_job as job
 stuck_after_s = float(os.environ["TEST_STUCK_AFTER"])
@@ -60,13 +60,13 @@ def start(place: Path, *, stuck_after_s: float, heartbeat_timeout_s: int) -> lau
 
 
 def fences(place: Path) -> list[str]:
-    """What the node's daemon tells of sessions that were fenced."""
+    """Returns the node daemon's events about sessions that were fenced."""
     with source.open_source(f"unix://{place}/node", timeout_s=WAIT_S) as daemon:
         return [x["message"] for x in daemon.events(0) if x["kind"] == "session.fenced"]
 
 
 def goes_on_without(job: launch.Job, lost: int) -> None:
-    """The others make the steps of the next generation."""
+    """Waits until the other processes make the steps of the next generation."""
     others = [worker for worker in job.workers if worker.index != lost]
     for worker in others:
         assert worker.heard(WAIT_S) == {"generation": 1, "processes": 2, "right": True}
@@ -131,10 +131,10 @@ def test_a_daemon_that_is_killed_costs_no_step(place: Path) -> None:
     [
         ({0: For.RESULTS, 1: For.RESULTS, 2: For.OTHERS}, [3]),
         ({0: For.RESULTS, 1: For.RESULTS}, [2, 3]),
-        ({0: For.RESULTS}, []),  # more are missing than wait
+        ({0: For.RESULTS}, []),  # more processes are missing than wait
         ({0: For.RESULTS, 1: For.STEPS}, []),
         ({}, []),
-        (dict.fromkeys(range(4), For.RESULTS), []),  # nobody knows who
+        (dict.fromkeys(range(4), For.RESULTS), []),  # no process knows which one
         ({0: For.RESULTS, 1: For.OTHERS, 2: For.OTHERS, 3: For.OTHERS}, [0]),
         ({0: For.RESULTS, 1: For.RESULTS, 2: For.OTHERS, 3: For.OTHERS}, [0, 1]),
         ({0: For.RESULTS, 1: For.RESULTS, 2: For.RESULTS, 3: For.OTHERS}, []),
@@ -150,7 +150,7 @@ def test_who_is_stuck(waits: dict[int, For], stuck: list[int]) -> None:
 def test_a_process_that_came_late_to_the_wait_is_not_stuck(
     monkeypatch: pytest.MonkeyPatch, waited_s: float, stuck: list[int]
 ) -> None:
-    """Processes 0 and 3 have waited for three seconds, 2 for `waited_s`, and 1 stands."""
+    """Processes 0 and 3 have waited for three seconds, 2 for `waited_s`, and 1 is stopped."""
     ended: list[int] = []
     ours = peers._Wait(For.RESULTS, "met", range(4), 0.0)
     told = {p: ours.told(s, 3.0) for p, s in ((0, 3.0), (2, waited_s), (3, 3.0))}

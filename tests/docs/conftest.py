@@ -1,4 +1,4 @@
-"""What a reader's commands find."""
+"""The environment for a reader's commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """A reader's: `ep-runtime` is on the path."""
+    """The environment of a reader, with `ep-runtime` on the path."""
     program = tmp_path / "bin/ep-runtime"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m ep_runtime_client.cli "$@"\n')

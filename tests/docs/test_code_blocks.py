@@ -1,4 +1,4 @@
-"""Every code block of README and docs runs here, or says what it lacks (`doc_pages`)."""
+"""Runs every code block of README and docs that does not name what it lacks (`doc_pages`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ep_runtime_client import cli
 from ep_runtime_client.demo.cli import make_config
 from ep_runtime_server.main import build_parser
 
-# Before a page's commands: what they leave in the background ends with them.
+# Runs before a page's commands: their background processes end with them.
 ENDS_ITS_JOBS = "trap 'kill $(jobs -p) 2> /dev/null || true' EXIT"
 LANGUAGES = {"python", "bash", "toml", "text", "diff", ""}
 
@@ -36,7 +36,7 @@ def pages(language: str) -> list[Path]:
 
 @pytest.mark.parametrize("page", pages("python"), ids=lambda page: page.stem)
 def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, environment: dict[str, str]) -> None:
-    # A process of its own, as a reader's: connect() comes before JAX starts its backends.
+    # A separate process, like a reader's, because connect() must come before JAX's backends.
     script = str(doc_pages.TESTS / "run_page.py")
     command = [sys.executable, "-W", "error", script, str(page)]
     run_to_end(*command, cwd=tmp_path, env=environment, **run_page.CHEAP)
@@ -70,7 +70,9 @@ def test_configuration_parses(block: doc_pages.Block) -> None:
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """(place, words) of every command of our own that is shown, variables of the block put in."""
+    """Returns (place, words) of every shown command of ours, with the block's
+    variables filled in.
+    """
     found = []
     for block in BLOCKS:
         if block.language != "bash":
@@ -92,7 +94,7 @@ def commands() -> list[tuple[str, list[str]]]:
 
 
 def parser_of(command: str, place: str) -> argparse.ArgumentParser:
-    if command == "serve":  # whose options are the daemon's
+    if command == "serve":  # its options are the daemon's
         return build_parser()
     parser = argparse.ArgumentParser(prog=place)
     cli.module(command).add_arguments(parser)
@@ -110,7 +112,7 @@ def test_options_of_our_commands_exist() -> None:
 
 
 def test_scripts_that_pages_name_exist() -> None:
-    # Results are dated: a script that measured some may be gone.
+    # Results are dated: a script that measured some may have been removed.
     pages = [page for page in doc_pages.PAGES if page.name != "results.md"]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     folders = r"(?:tests|csrc|docs|proto|ep_runtime|client/ep_\w+|server/ep_\w+)"

@@ -15,7 +15,7 @@ from run_page import CHEAP
 import ep_runtime as ep
 
 REFERENCE = doc_pages.ROOT / "docs/reference"
-# No argument makes these fail.
+# Callables without an argument that can make them fail.
 NEVER_RAISE = {"error_of", "export_checks", "Group.describe", "Session.close", "Session.describe"}
 
 

@@ -1,4 +1,4 @@
-"""The tables and dashboards of the docs are complete, and name what the code has."""
+"""The tables and dashboards of the docs are complete, and match names in the code."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_command_table_lists_every_command() -> None:
 
 
 def test_the_error_table_lists_every_error() -> None:
-    # The daemon has one of its own, which never leaves its process.
+    # The daemon has its own id, which never leaves its process.
     tree = errors.EpRuntimeError.__subclasses__()
     classes = {child.__name__ for child in tree if child.__module__ == errors.__name__}
     assert set(first_names(ERRORS, "# Errors")) == classes
@@ -117,7 +117,7 @@ def test_the_environment_table_is_the_one_of_the_code() -> None:
         re.findall(r"`(\w+)`", row[0])[0]: " | ".join(row[1:])
         for row in doc_pages.table(ENVIRONMENT, "# Environment variables")
     }
-    # Read when building, by CMake and not by Python.
+    # CMake reads these when building, not Python.
     del shown["EP_RUNTIME_CUDA"]
     assert shown == documented
 
@@ -194,7 +194,7 @@ def test_the_policy_has_the_versions_that_pip_takes() -> None:
     assert said == {row[0] for row in rows if row[0] not in refused}
 
 
-# Prometheus adds the scraped target; `job` stays ours with honor_labels, and is its own elsewhere.
+# Prometheus adds the scraped target. `job` is our label with honor_labels, otherwise Prometheus's.
 SCRAPED = {"instance", "job"}
 KNOWN = {"up": SCRAPED}
 KNOWN |= {family.name: SCRAPED for family in ProcessCollector(registry=None).collect()}
@@ -227,7 +227,7 @@ def test_metrics_that_nothing_shows_are_few() -> None:
     missing = [
         m.name for m in METRICS.values() if shown.isdisjoint(m.full_name + part for part in parts)
     ]
-    # Facts about sizes, and metrics whose value another one has too.
+    # Metrics of sizes, and metrics that repeat another metric's value.
     assert len(missing) <= len(METRICS) // 2, missing
 
 

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md quotes the messages of the runtime, which are provoked here.
+"""Provokes the errors that docs/troubleshooting.md quotes, and compares their messages.
 
 Messages that need several processes are compared with the page by the tests of these.
 """
@@ -25,14 +25,14 @@ SIZES |= {"max_tokens_per_rank": 128, "max_token_dtype": "float32"}
 
 
 def raised(call: Callable[[], object]) -> str:
-    """The text of the error that the call raises."""
+    """Returns the text of the error that the call raises."""
     with pytest.raises((ep.EpRuntimeError, NotImplementedError, jax.errors.JaxRuntimeError)) as e:
         call()
     return str(ep.error_of(e.value) or e.value)
 
 
 def dispatched(group: ep.Group, choice: list[int]) -> jax.Array:
-    """A dispatch in which every token makes that choice."""
+    """A dispatch in which every token chooses those experts."""
     layer = group.register_layer("block0", top_k=2)
     rows = NamedSharding(group.mesh, PartitionSpec("ep"))
     tokens = jax.device_put(jnp.ones((512, 64)), rows)

@@ -1,4 +1,4 @@
-"""Clients killed anywhere leave nothing at the daemon, and what was started for them ends."""
+"""Clients killed anywhere leave nothing at the daemon, and their child processes end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ep_runtime import env
 from ep_runtime_client.cli.daemon import source
 from ep_runtime_client.daemons import runtime
 
-# No JAX: groups are formed as Session.create_group does it, with every rank ours.
+# No JAX: groups are formed like Session.create_group does it, with all ranks in this process.
 _PROLOGUE = """
 import faulthandler, json, sys
 faulthandler.dump_traceback_later(45, exit=True)  # says where it hangs, before we give it up
@@ -75,7 +75,7 @@ def test_kills_of_the_client_library_leak_nothing(
         program.tell(0)
         for step in _STEPS[: 1 + index % len(_STEPS)]:
             assert program.heard() == step
-        assert not program.ended_within(chance.uniform(0, 0.02))  # and somewhat into the next step
+        assert not program.ended_within(chance.uniform(0, 0.02))  # and partly into the next step
         program.kill()
         program.close()
         killed = time.monotonic()
@@ -90,7 +90,7 @@ def test_kills_of_the_client_library_leak_nothing(
     record_property("everything free after, at worst", f"{slowest_s:.2f} s")
 
 
-_tick = threading.Event()  # never set: lets a moment of a daemon's start pass
+_tick = threading.Event()  # never set: waits for a moment of a daemon's start
 
 
 _STARTS = """

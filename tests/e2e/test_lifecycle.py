@@ -120,7 +120,7 @@ hear()
 def test_a_killed_client_comes_back_to_its_windows(
     run_program: Start, address: str, admin: source.Source, daemon: runtime.Child
 ) -> None:
-    """One that attaches by the group's name alone has the same layer."""
+    """A process that attaches by the group's name alone has the same layer."""
     told = _JOIN.replace("id=layer.id", "id=layer.id, spec=group.spec.fingerprint")
     first = run_program(told, EP_RUNTIME_ADDRESS=address)
     before = first.heard()
@@ -239,7 +239,7 @@ def test_a_forked_child_that_lives_on_does_not_hold_an_embedded_daemon(
 def test_a_checkout_underfoot_is_not_imported_by_the_child(
     run_program: Start, tmp_path: Path
 ) -> None:
-    """The daemon must come from where the client's packages come from, not from the directory."""
+    """The daemon's packages must come from the client's environment, not from the directory."""
     for name in ("ep_runtime_server", "ep_runtime", "grpc"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('imported by accident')")

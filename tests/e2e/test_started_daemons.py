@@ -1,4 +1,4 @@
-"""A daemon that a process starts has its packages, and nothing of its rank, GPU or shell."""
+"""A daemon that a process starts has its packages, but nothing of its rank, GPU or shell."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ep_runtime_client.daemons import addresses, runtime
 
 UUIDS = [f"GPU-{'0' * 7}{number}-0000-0000-0000-000000000000" for number in (1, 2)]
 
-# In the place of cuda-bindings: two GPUs, of which CUDA_VISIBLE_DEVICES hides some, as CUDA does.
+# Replaces cuda-bindings by two GPUs, some of which CUDA_VISIBLE_DEVICES hides, as in CUDA.
 _TWO_GPUS = """
 import enum, os, types
 
@@ -74,13 +74,13 @@ def started(address: str) -> runtime.Child:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """What the process was started with."""
+    """Returns the environment with which the process was started."""
     words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
     return dict(word.split("=", 1) for word in words if word)
 
 
 def gpus_seen_by(child: runtime.Child) -> str:
-    """The daemon's own list, from its refusal of a GPU that no host has."""
+    """Returns the daemon's own list, from its refusal of a GPU that no host has."""
     client = raw_client.Client(child.directory)
     spec = raw_client.make_spec(transport="nvlink")
     try:
@@ -94,7 +94,7 @@ def gpus_seen_by(child: runtime.Child) -> str:
 
 @pytest.fixture
 def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
-    """The daemons that a test starts find a driver with two GPUs."""
+    """Daemons that a test starts find a driver with two GPUs."""
     package = tmp_path / "driver" / "cuda" / "bindings"
     package.mkdir(parents=True)
     for folder in (package.parent, package):
@@ -132,14 +132,14 @@ def test_a_daemon_started_by_hand_with_gpus_hidden_says_so(
 
 @pytest.fixture
 def cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[set[int]]:
-    """This process as a launcher, a profiler and a shell may have made it; the cores it had."""
+    """Changes this process as a launcher, a profiler or a shell may; returns the cores it had."""
     for name in (
         *("CUDA_VISIBLE_DEVICES", "CUDA_INJECTION64_PATH", "XLA_FLAGS", "JAX_PLATFORMS"),
         *("NCCL_DEBUG", "NCCL_COMM_ID", "TF_CPP_MIN_LOG_LEVEL", "LD_PRELOAD", "LD_AUDIT"),
         *("NOTIFY_SOCKET", "LISTEN_FDS", "WANDB_API_KEY", "http_proxy", "MALLOC_ARENA_MAX"),
     ):
         monkeypatch.setenv(name, "")
-    monkeypatch.delenv("EP_RUNTIME_CUDA", raising=False)  # of whoever builds
+    monkeypatch.delenv("EP_RUNTIME_CUDA", raising=False)  # of the user who builds
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("EP_RUNTIME_NCCL_LIBRARY", "/opt/libnccl.so.2")
     monkeypatch.chdir(tmp_path)
@@ -178,7 +178,7 @@ def test_a_started_daemon_has_nothing_of_the_process_that_started_it(
         assert int(status["SigBlk"], 16) == 0
         ignored = int(status["SigIgn"], 16)
         numbers = {number for number in signal.valid_signals() if ignored >> (number - 1) & 1}
-        shells = {signal.SIGHUP, signal.SIGQUIT}  # where one started the tests with nohup or &
+        shells = {signal.SIGHUP, signal.SIGQUIT}  # if a user started the tests with nohup or &
         assert numbers - shells == {signal.SIGPIPE, signal.SIGXFSZ}  # Python's own
         assert int(status["Umask"], 8) == 0o077
         assert os.sched_getaffinity(0) == bound

@@ -1,4 +1,4 @@
-"""Daemons and training processes of neighbouring minor versions, in environments of their own."""
+"""Daemons and training processes of neighbouring minor versions, in separate environments."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ _FOLDERS = {"": "ep_runtime", "server": "ep_runtime_server", "client": "ep_runti
 
 
 def minor(step: int) -> str:
-    """This tree's version, so many minor ones later."""
+    """Returns this tree's version plus that many minor ones."""
     major, ours, rest = ep_runtime.__version__.split(".", 2)
     return f"{major}.{int(ours) + step}.{rest}"
 
 
 def install(folder: Path, version: str) -> tuple[str, ...]:
-    """Makes the environment; a command that ends in running its arguments as Python's, behind the
-    name of another Python, in that environment."""
+    """Makes the environment. Returns a command that runs its arguments as Python's there, although
+    their first word names another Python.
+    """
     made = folder / "environment"
     run = {"check": True, "capture_output": True, "timeout": INSTALL_S}
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", made], **run)
@@ -44,7 +45,7 @@ def install(folder: Path, version: str) -> tuple[str, ...]:
     changed = re.sub('^__version__ = ".*"$', f'__version__ = "{version}"', text, flags=re.M)
     (own / "ep_runtime/__init__.py").write_text(changed)
     _stamp(own / "ep_runtime/_native", version)
-    # A path alone: what an editable install there would put before ours is not run.
+    # Adds only the path: the import hooks of an editable install would put that install first.
     others = {sysconfig.get_path(kind): None for kind in ("purelib", "platlib")}
     (own / "outer.pth").write_text("\n".join(others))
     python = made / "bin/python"
@@ -52,7 +53,7 @@ def install(folder: Path, version: str) -> tuple[str, ...]:
 
 
 def _stamp(folder: Path, version: str) -> None:
-    """Puts the native library that is loaded here into `folder`, with the version written over."""
+    """Copies the native library that is loaded here into `folder`, with another version."""
     folder.mkdir()
     ours, theirs = (text.encode() + b"\0" for text in (ep_runtime.__version__, version))
     assert len(ours) == len(theirs)
@@ -68,7 +69,7 @@ JOB = {"EP_RUNTIME_JOB": "versions"}
 
 @pytest.fixture(scope="module")
 def environments(tmp_path_factory) -> dict[str, tuple[str, ...]]:
-    """By version, what `launcher` and `places` take."""
+    """Returns the arguments `launcher` and `places` of each version."""
     return {v: install(tmp_path_factory.mktemp("version"), v) for v in VERSIONS}
 
 
@@ -96,14 +97,14 @@ say(error=error(), generation=group.generation)
 hear()
 session.close()
 """
-# Client, its daemon, and the daemon that takes that one's place.
+# (client, its daemon, the daemon that replaces it)
 _MEETINGS = ((OLDER, OURS, NEWER), (OURS, OURS, OLDER), (NEWER, OURS, OURS), (OURS, OLDER, OURS))
 
 
 def test_clients_keep_their_windows_on_daemons_of_neighbouring_versions(
     environments, daemon_process
 ):
-    """Also where the daemon is stopped, and one of another version takes its place."""
+    """Also replaces a stopped daemon by one of another version."""
     for versions in _MEETINGS:
         _meet(environments, daemon_process, *versions)
 
@@ -134,13 +135,13 @@ def _meet(environments, start, client: str, daemon: str, then: str) -> None:
 
 
 def stop(daemon: DaemonProcess) -> None:
-    """In good order, as an upgrade does."""
+    """Stops the daemon in good order, as an upgrade does."""
     daemon.popen.send_signal(signal.SIGTERM)
     assert daemon.ended(CALL_S)[0] == 0
 
 
 class Nodes:
-    """Daemons a, which coordinates, b and c; `change` starts one again from another wheel."""
+    """Starts daemons a (the coordinator), b and c; `change` restarts one from another wheel."""
 
     def __init__(self, start, environments) -> None:
         address = place()
@@ -167,7 +168,7 @@ class Nodes:
         assert self.daemons[name].status().server_version == version
 
     def whole(self) -> None:
-        """Every node sees all nodes JOINED."""
+        """Checks that every node sees all nodes JOINED."""
 
         def seen() -> bool:
             found = [daemon.status().cluster.nodes for daemon in self.daemons.values()]
@@ -189,7 +190,7 @@ training_job.train(Path(os.environ["TEST_SAVED"]), say)
 
 
 def losses(worker: Worker) -> list[str]:
-    """Of every step so far; none was left out or came twice."""
+    """Returns the loss of every step so far; checks that no step is missing or repeated."""
     found = re.findall(r"^step (\d+) loss (\S+)$", worker.log.read_text(), flags=re.M)
     assert [int(number) for number, _ in found] == [*range(len(found))]
     return [loss for _, loss in found]
@@ -215,7 +216,7 @@ def test_a_rolling_upgrade_and_rollback_of_three_daemons_lose_no_step(
         **JOB,
     ) as job:
         job.heard()
-        # Two nodes of the newer version, the coordinator too, and one of ours train on; and back.
+        # Two nodes of the newer version, with the coordinator, and one of ours train on; then back.
         for name, version in [*((n, NEWER) for n in "cab"), *((n, OURS) for n in "cb")]:
             nodes.change(name, version)
             for worker in job.workers:

@@ -1,4 +1,4 @@
-"""One group for every model, and the functions of the page."""
+"""Makes one group for all models, and loads the page's functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every model of docs/families.md: its oracle, and values of its Hugging Face config to try.
+"""Lists every model of docs/families.md with its oracle and values of its Hugging Face config.
 
 The sizes that all share are those of `random_block.py`; a config holds what its router and experts
 read.
@@ -23,7 +23,7 @@ ZERO_EXPERTS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """One of them.
+    """One model.
 
     Attributes:
         oracle: of `oracles.py`.
@@ -39,13 +39,13 @@ class Model:
 
 
 def softmax(norms: tuple[bool, ...] = (), **values: Any) -> tuple[dict[str, Any], ...]:
-    """A config per value of norm_topk_prob."""
+    """Returns a config per value of norm_topk_prob."""
     base = {"num_experts_per_tok": 4, **values}
     return tuple(base | {"norm_topk_prob": norm} for norm in norms) or (base,)
 
 
 def grouped(*groups: tuple[int, int, int], norms: tuple[bool, ...] = (True,), scale: float) -> Any:
-    """Configs of DeepSeek-V3's router by (n_group, topk_group, num_experts_per_tok)."""
+    """Returns configs of DeepSeek-V3's router by (n_group, topk_group, num_experts_per_tok)."""
     return tuple(
         {
             "n_group": n_group,
@@ -85,7 +85,7 @@ MODELS: dict[str, Model] = {
     ),
     "DeepSeek-V3": Model(
         oracles.deepseek_v3,
-        # As released, groups whose number does not divide K, and one group of several.
+        # The released config, groups whose number does not divide K, and a single group of several.
         grouped((8, 4, 8), (8, 4, 6), (4, 1, 4), (1, 1, 4), norms=(True, False), scale=2.5),
     ),
     "Kimi-K2": Model(oracles.deepseek_v3, grouped((1, 1, 8), scale=2.827)),
@@ -104,18 +104,18 @@ MODELS: dict[str, Model] = {
     "Llama-4": Model(oracles.llama4, (*softmax(num_experts_per_tok=1), *softmax())),
     "Phi-3.5": Model(
         oracles.phimoe,
-        # As released, and so large that several experts are near the best.
+        # The released config, and a jitter so large that several experts are near the best.
         tuple({"num_experts_per_tok": 2, "router_jitter_noise": noise} for noise in (0.01, 0.3)),
     ),
     "LongCat": Model(oracles.longcat, (LONGCAT | {"routed_scaling_factor": 6.0},), "moe_topk"),
     "Gemma-4": Model(oracles.gemma4, (GEMMA4,), "top_k_experts"),
 }
-_numbers = itertools.count()  # of layers: a name is registered once
+_numbers = itertools.count()  # names of layers, because a name is registered once
 CASES = [(name, number) for name, model in MODELS.items() for number in range(len(model.configs))]
 
 
 def functions_of_the_page() -> dict[str, Callable[..., Any]]:
-    """What its python blocks define, by the names of the models in its table."""
+    """Returns the functions that the page's python blocks define, by the models of its table."""
     defined: dict[str, Any] = {}
     for block in doc_pages.blocks(PAGE):
         if block.language == "python" and block.runs:
@@ -131,7 +131,7 @@ def rows_of_the_page() -> dict[str, tuple[str, str]]:
 
 
 def lines_of(function: Callable[..., Any]) -> int:
-    """How many lines it has on the page, below its first."""
+    """Returns how many lines the function has on the page, below its first."""
     below = PAGE.read_text(encoding="utf-8").splitlines()[function.__code__.co_firstlineno :]
     return next(number for number, line in enumerate(below) if not line.startswith(" "))
 
@@ -150,12 +150,12 @@ class Case:
         self.w = random_block.draw(self._top_k, extra_experts=more, biases=self._model.biases)
 
     def oracle(self) -> Any:
-        """y of plain numpy."""
+        """Computes y in plain NumPy."""
         w = random_block.wide(self.w)
         return self._model.oracle(w.x, w, self._config)
 
     def run(self, group: Any) -> Any:
-        """y of the page's function, which takes by name what it needs beside the parameters."""
+        """Computes y with the page's function, which receives further inputs by name."""
         layer = group.register_layer(f"{self._name}/{next(_numbers)}", top_k=self._top_k)
         names = [*inspect.signature(self._function).parameters][4:]
         params = random_block.params(self.w, own_router="router" in names)

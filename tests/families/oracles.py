@@ -33,7 +33,7 @@ def gelu_tanh(z: Array) -> Array:
 
 
 def top(scores: Array, k: int) -> Array:
-    """Indices of the k largest of each row, the lower one first where two are equal."""
+    """Returns indices of the k largest values of each row; the lower index wins a tie."""
     return np.argsort(-scores, axis=-1, kind="stable")[:, :k]
 
 
@@ -164,7 +164,7 @@ def lfm2(x: Array, w: Any, config: Any) -> Array:
 
 
 def llama4(x: Array, w: Any, config: Any) -> Array:
-    """The weight is on the token that an expert sees."""
+    """The weight multiplies the token before the expert."""
     logits = x @ w.router
     index = top(logits, config.num_experts_per_tok)
     y = np.zeros_like(x)
@@ -199,11 +199,11 @@ def _deepseek_v4(x: Array, w: Any, config: Any, scores: Array, index: Array) -> 
     return mixed(x, w, index, weights, glu)
 
 
-# Routers of their own.
+# Models with their own routers.
 
 
 def phimoe(x: Array, w: Any, config: Any) -> Array:
-    """SparseMixer-v2 in evaluation: two experts, each by a softmax over those near the best."""
+    """SparseMixer-v2 in evaluation: two experts, each by a softmax over scores near the best."""
     logits = x @ w.router
     left, chosen, weights = logits.copy(), [], []
     for _ in range(2):
@@ -219,7 +219,7 @@ def phimoe(x: Array, w: Any, config: Any) -> Array:
 
 
 def longcat(x: Array, w: Any, config: Any) -> Array:
-    """Experts from n_routed_experts on hand their token back."""
+    """Experts from n_routed_experts on return their token unchanged."""
     scores = softmax(x @ w.router)
     index = top(scores + w.expert_bias, config.moe_topk)
     weights = at(scores, index) * config.routed_scaling_factor
@@ -228,7 +228,7 @@ def longcat(x: Array, w: Any, config: Any) -> Array:
 
 
 def gemma4(x: Array, w: Any, config: Any) -> Array:
-    """The router sees the residual through a norm of its own; experts have scales."""
+    """The router reads the residual through a separate norm; experts have scales."""
     rms = np.sqrt((w.residual**2).mean(-1, keepdims=True) + config.rms_norm_eps)
     probs = softmax((w.residual / rms * w.scale * config.hidden_size**-0.5) @ w.router)
     index = top(probs, config.top_k_experts)

@@ -14,7 +14,7 @@ TOKENS, HIDDEN, INNER, EXPERTS, VOCABULARY = 32, 16, 24, 16, 8
 
 
 def draw(top_k: int, *, extra_experts: int = 0, biases: bool = False) -> SimpleNamespace:
-    """What blocks have, f32; most use a part of it.
+    """Arrays of a block in f32; most models use a part of them.
 
     Args:
         top_k: K of `tid2eid`.
@@ -56,7 +56,7 @@ def draw(top_k: int, *, extra_experts: int = 0, biases: bool = False) -> SimpleN
 
 
 def wide(w: SimpleNamespace) -> SimpleNamespace:
-    """The same in f64, for an oracle."""
+    """Returns the same arrays in f64, for an oracle."""
 
     def of(value: Any) -> Any:
         return value.astype(np.float64) if getattr(value, "dtype", None) == np.float32 else value
@@ -65,7 +65,7 @@ def wide(w: SimpleNamespace) -> SimpleNamespace:
 
 
 def params(w: SimpleNamespace, *, own_router: bool) -> ep.MoEParams:
-    """As `ep.moe` takes them; without a router where the caller has one."""
+    """Returns arrays as `ep.moe` takes them, without a router if the caller has one."""
     separate = (w.router, w.gate, w.up, w.down, w.gate_bias, w.up_bias, w.down_bias, w.router_bias)
     arrays = [None if array is None else jnp.asarray(array) for array in separate]
     if own_router:
@@ -74,7 +74,7 @@ def params(w: SimpleNamespace, *, own_router: bool) -> ep.MoEParams:
 
 
 def error(got: Any, want: Any) -> float:
-    """The largest difference over the root mean square of what is wanted."""
+    """Returns the largest difference, divided by the root mean square of `want`."""
     got = np.asarray(got, np.float64)
     assert got.shape == want.shape
     assert np.isfinite(got).all()

@@ -1,4 +1,4 @@
-"""`ep.convert` against what transformers saves, and holds in memory, of tiny models."""
+"""Compares `ep.convert` with transformers' files and arrays in memory, for tiny models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MLA |= {"v_head_dim": 8}
 INNER = {"moe_intermediate_size": 24}
 V3 = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0, **INNER}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["sparse"] * 2}
-# By family: what transformers' classes begin with, and values of the config.
+# By family: the prefix of transformers' classes, and values of the config.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "minimax_m2": ("MiniMaxM2", {"num_local_experts": 4}),
@@ -78,7 +78,7 @@ LAYER = 1
 
 
 BIASES = ("e_score_correction_bias", ".expert_bias")
-# What models have beside experts and router: convert leaves it to the caller.
+# Other weights of a model's block, which convert leaves to the caller.
 OTHERS = ("shared", "router.scale", "router.per_expert_scale")
 # transformers saves weights of LongCat's idle experts, which no release has.
 OTHERS += (".experts.4.", ".experts.5.")

@@ -18,7 +18,7 @@ import ep_runtime as ep
 TOLERANCE = 1e-5  # f32 against f64
 SHARES = ep.Router(use_pre_softmax=True, normalize_weights=False)
 NORMALIZED = ep.Router(use_pre_softmax=True, normalize_weights=True)
-# Routers of released models; the file has what their config.json says of experts.
+# Routers of released models: the file holds the experts' part of their config.json.
 RELEASED = {
     "Mixtral-8x7B": ep.Router(),
     "Qwen1.5-MoE": SHARES,

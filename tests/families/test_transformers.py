@@ -29,8 +29,9 @@ TOLERANCE = 1e-5  # f32 on both sides
 
 @pytest.fixture(scope="module")
 def errors(functions: dict[str, Callable[..., Any]]) -> Iterator[dict[str, list[Any]]]:
-    """(of the page's function, of the oracle) per config, by model; the table of docs/results.md
-    comes after the last test."""
+    """By model and config, differences of the page's function and of the oracle. The table of
+    docs/results.md is printed after the last test.
+    """
     found: dict[str, list[Any]] = {}
     yield found
     rows = [f"transformers {transformers.__version__}, torch {torch.__version__}", ""]

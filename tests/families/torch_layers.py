@@ -18,7 +18,7 @@ Array = Any
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """Where transformers has a model's block.
+    """Names the module of transformers that has a model's block.
 
     Attributes:
         module: of transformers.models.
@@ -108,7 +108,7 @@ LAYERS: dict[str, Layer] = {
 
 
 def config_of(layer: Layer, values: Mapping[str, Any]) -> Any:
-    """The model's config; of DBRX that of its block."""
+    """Returns the model's config; for DBRX the config of its block."""
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     sizes = {"hidden_size": HIDDEN, layer.experts: EXPERTS, layer.inner: INNER}
     if layer.module == "dbrx":
@@ -152,7 +152,7 @@ BIASES = (
 
 
 def of_most(w: SimpleNamespace) -> dict[str, Array]:
-    """Arrays by the names of parameters and buffers; `linear` keeps [out, in]."""
+    """Returns arrays by names of parameters and buffers; `linear` keeps [out, in]."""
     return {
         "experts.gate_up_proj": np.concatenate([w.gate, w.up], axis=-1).swapaxes(1, 2),
         "experts.down_proj": w.down.swapaxes(1, 2),
@@ -168,7 +168,7 @@ def of_most(w: SimpleNamespace) -> dict[str, Array]:
 
 
 def of_gpt_oss(w: SimpleNamespace) -> dict[str, Array]:
-    """Columns of gate and up in turns."""
+    """Interleaves the columns of gate and up."""
     return {
         "router.weight": w.router.T,
         "router.bias": w.router_bias,
@@ -180,7 +180,7 @@ def of_gpt_oss(w: SimpleNamespace) -> dict[str, Array]:
 
 
 class GemmaBlock(torch.nn.Module):
-    """What Gemma-4's decoder layer does with its router and its experts."""
+    """Runs router and experts as Gemma-4's decoder layer does."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class GemmaBlock(torch.nn.Module):
 
 
 def run(name: str, block: torch.nn.Module, w: SimpleNamespace) -> Array:
-    """y [T, H] of w.x as one sequence."""
+    """Returns y [T, H] of w.x as one sequence."""
     more = {
         "DeepSeek-V4's hashed layers": lambda: [torch.from_numpy(w.input_ids)[None]],
         "Gemma-4": lambda: [torch.from_numpy(w.residual)[None]],

@@ -1,3 +1,3 @@
-"""Daemons that draws of calls and bytes are sent to."""
+"""Starts daemons that receive random calls and bytes."""
 
 from fuzzing import fuzzed_daemon  # noqa: F401 - fixtures are found by name

@@ -61,14 +61,14 @@ session.close()
 
 
 def start(run_program: Start, address: str, ranks: list[int]) -> Program:
-    """A process that claims these ranks, and again when it is told so; it leaves at "end"."""
+    """A process that claims these ranks, again on each command, and leaves at "end"."""
     program = run_program(SCRIPT, prologue="", EP_RUNTIME_ADDRESS=address)
     program.tell(ranks)
     return program
 
 
 def met(members: list[Program]) -> dict[str, Any]:
-    """What all say of the group that they formed; `took_s` since the last one asked for it."""
+    """Returns each process's record of their group; `took_s` counts from the last create call."""
     said = [member.heard() for member in members]
     (generation,) = {row["generation"] for row in said}
     return {

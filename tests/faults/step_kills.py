@@ -1,4 +1,4 @@
-"""Faults anywhere in a training step, one job after the other on the same memory."""
+"""Faults anywhere in a training step, for one job after another on the same memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _pause = threading.Event()  # never set: waits of a given length
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where the jobs run.
+    """The jobs of one kind, with their memory, states and folder.
 
     Attributes:
         job: starts one, whose processes run SCRIPT, with more variables of the environment; all
@@ -77,13 +77,13 @@ class Struck:
     retained: bool = True
 
 
-# Brings the fault of that number to a job: (job, number, chance).
+# Brings fault `number` to a job: (job, number, chance).
 Fault = Callable[[Job, int, random.Random], Struck]
 
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """Times of a process that the fault left alive.
+    """Times measured by a process that survived the fault.
 
     Attributes:
         known_s, ended_s: seconds after the fault until it said the right error, and until its end.
@@ -95,12 +95,14 @@ class Ending:
     code: int | None
 
     def by_jax(self, victim: int) -> bool:
-        """Whether JAX, whose coordinator process 0 has, ended it before it knew."""
+        """Whether JAX's coordinator in process 0 took this process down before it noticed the
+        fault.
+        """
         return victim == 0 and self.code == -signal.SIGABRT and self.known_s == float("inf")
 
 
 def kill(job: Job, number: int, chance: random.Random) -> Struck:
-    """SIGKILL of a process.
+    """Sends SIGKILL to a process.
 
     Process 0 has JAX's coordinator: without it JAX ends the others by SIGABRT.
     """
@@ -148,7 +150,7 @@ def order(name: str, admin: source.Source) -> Fault:
 def strike_in_steps(
     place: Place, strikes: int, chance: random.Random, fault: Fault = kill, *, since: int = 0
 ) -> dict[str, list[float]]:
-    """Brings the fault to `strikes` jobs: seconds until it is known, ... by what they are.
+    """Brings the fault to `strikes` jobs; returns seconds until processes know it, by kind.
 
     Faults are numbered from `since`.
 
@@ -166,7 +168,7 @@ def strike_in_steps(
             assert {row["reattached"] for row in said} == {number > since}
             memory = memory or place.memory()
             assert memory
-            assert place.memory() == memory  # not a byte is allocated anew
+            assert place.memory() == memory  # no byte is newly allocated
             if number > since:
                 took["formed again"].append(_formed_s(said))
             _pause.wait(chance.uniform(0, 0.5))
@@ -196,7 +198,7 @@ def check(
     *,
     formed_s: float = FORMED_S,
 ) -> None:
-    """Tells the figures of a place, and holds them against the limits."""
+    """Prints the figures of a place, and compares them with the limits."""
     limits = {"known": KNOWN_S, "ended": ENDED_S, "formed again": formed_s}
     for what, seconds in took.items():
         worst, median = max(seconds, default=0.0), statistics.median(seconds or [0.0])
@@ -206,7 +208,7 @@ def check(
 
 
 def _watch(workers: list[Worker], struck: Struck) -> list[Ending]:
-    """All at the same time, or one that ends late would hide when the next one knew."""
+    """Waits for all processes at the same time, or a late one would hide when others knew."""
     known_s = [float("inf")] * len(workers)
     endings: dict[int, Ending] = {}
     while len(endings) < len(workers):
@@ -226,7 +228,7 @@ def _watch(workers: list[Worker], struck: Struck) -> list[Ending]:
 
 
 def _formed_s(said: list[dict[str, Any]]) -> float:
-    """From the last process's session to the last process's group."""
+    """Returns seconds from the last process's session to the last process's group."""
     return float(max(row["formed"] for row in said) - max(row["connected"] for row in said))
 
 

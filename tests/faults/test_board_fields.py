@@ -1,4 +1,4 @@
-"""A client may write anything into every field of its board: the daemon goes on, and says so."""
+"""A client may write anything into any field of its board: the daemon continues, and logs it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def fields_of_every_part(where):
 
 
 def extreme_values(size: int, numbers: random.Random):
-    """Little-endian values around the edges of a field, and one at random."""
+    """Draws little-endian values around the edges of a field, and one at random."""
     bits = 8 * size
     edges = [0, 1, (1 << bits) - 1, (1 << bits) - 64, 1 << (bits - 1), (1 << bits - 1) - 1]
     for value in (*edges, numbers.getrandbits(bits)):
@@ -59,7 +59,7 @@ def extreme_values(size: int, numbers: random.Random):
 
 
 def look(daemon) -> None:
-    """Everything that reads a board; each answers."""
+    """Calls everything that reads a board; each call must answer."""
     assert len(daemon.ask("ListHandles").handles) == 1
     assert len(daemon.ask("ListRanks").ranks) == 2
     assert len(daemon.ask("ListTallies").ranks) == 2
@@ -92,7 +92,7 @@ def test_no_field_of_a_board_hurts_the_daemon(daemon_process):
         os.close(held)
     assert written > 400
     client.goodbye()
-    daemon.popen.send_signal(signal.SIGTERM)  # which the reaper answers
+    daemon.popen.send_signal(signal.SIGTERM)  # the reaper answers it
     code, text = daemon.ended()
     assert code == 0
     assert "traceback" not in text, text[-3000:]
@@ -113,7 +113,7 @@ def group_of_two():
 
 
 def read_all(group: GroupRecord, clock: SystemClock) -> None:
-    """What the daemon makes of a board: every list, whom others wait for, and poison."""
+    """Reads everything that the daemon reads from a board: lists, late ranks, and poison."""
     now_s = clock.monotonic_s()
     views.group_info(group, clock, ("", ""), lambda device: None).SerializeToString()
     for handle in views.handles([group], ""):
@@ -131,7 +131,9 @@ def read_all(group: GroupRecord, clock: SystemClock) -> None:
 
 @pytest.mark.doses(ci=3000, full=1_000_000)
 def test_any_values_in_any_fields_are_read(group_of_two, dose):
-    """Several fields at a time, so that lies about one thing meet lies about another."""
+    """Changes several fields at a time, so that wrong values of one meet wrong
+    values of another.
+    """
     group, mapped = group_of_two
     clock, numbers = SystemClock(), random.Random(dose)
     fields = list(fields_of_every_part(group.windows.layout))

@@ -1,4 +1,4 @@
-"""A client whose daemon dies at any point between connect and close notices nothing but time."""
+"""A client whose daemon dies anywhere between connect and close only takes longer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from daemon_fixtures import start_daemon, wait_until
 
 from ep_runtime_client.cli.daemon import source
 
-# No JAX: groups are formed as Session.create_group does it, with every rank ours.
+# No JAX: groups are formed like Session.create_group does it, with all ranks in this process.
 _PROLOGUE = (
     WITHOUT_JAX
     + """
@@ -41,7 +41,7 @@ sys.stdin.readline()
 
 
 def _points(often: list[tuple[str, int]], rarely: list[tuple[str, int]]) -> list[object]:
-    """(failpoint, how often it is passed before it kills); the second list is for long runs."""
+    """(failpoint, which pass of it kills); the second list is for long runs."""
     return [*often, *(pytest.param(*point, marks=pytest.mark.slow) for point in rarely)]
 
 
@@ -60,7 +60,7 @@ _POINTS = _points(
 def test_a_daemon_killed_at_a_change_is_not_noticed(
     run_program: Start, directory: Path, point: str, times: int
 ) -> None:
-    # Kills from the first group on: connect() itself does not wait for a daemon that is gone.
+    # Kills start with the first group, because connect() does not wait for a dead daemon.
     daemon = start_daemon(directory, "--testing", f"failpoint:{point}=kill:{times}")
     program = run_program(_PROGRAM, prologue=_PROLOGUE, EP_RUNTIME_ADDRESS=f"unix://{directory}")
     wait_until(lambda: daemon.ended, "the daemon is killed")

@@ -1,4 +1,4 @@
-"""The wall clock jumps by hours and years, of the daemon and of its clients: nothing notices."""
+"""The wall clock of the daemon and its clients jumps by hours and years, with no effect."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_nothing_ends_and_nothing_lasts_longer(daemon_process, clock):
         before = daemon.status()
         clock.jump(seconds)
         daemon.client().goodbye()
-        assert abs(newest_event_s(daemon) - time.time() - seconds) < 60  # it did jump
+        assert abs(newest_event_s(daemon) - time.time() - seconds) < 60  # the clock did jump
         clients[0].process.do("redeem", daemon.directory, clients[0].token, ticket)
         for client in clients:
             client.beat()
@@ -124,7 +124,7 @@ def test_waits_and_deadlines_of_a_client_are_what_they_were(
         program.tell("again")
         later, wall_s = program.heard(10.0)
         assert later > generation
-        assert abs(wall_s - time.time() - seconds) < 60  # it did jump
+        assert abs(wall_s - time.time() - seconds) < 60  # the clock did jump
         assert time.monotonic() - asked_s < 5.0
         assert daemon.session_state(session.session_id) == "ACTIVE"
     os.kill(session.pid, 0)

@@ -1,4 +1,4 @@
-"""The daemon dies in mid-training and starts again: no step fails, and everything is there."""
+"""The daemon dies during training and restarts: no step fails, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def daemons(directory: Path) -> Iterator[list[runtime.Child]]:
 
 
 def _steps(job: Job, more: int) -> int:
-    """Waits for that many more steps of every process; the largest number heard."""
+    """Waits for that many more steps of every process; returns the largest step number."""
     return max(worker.heard()["steps"] for _ in range(more) for worker in job.workers)
 
 
@@ -113,7 +113,7 @@ def test_a_killed_daemon_costs_no_step_and_comes_back_with_everything(
         _steps(job, 1)
         os.kill(daemons[0].pid, signal.SIGKILL)
         assert daemons[0].stop() == -signal.SIGKILL
-        _steps(job, 4)  # nobody serves, and the steps go on
+        _steps(job, 4)  # no daemon serves, and steps continue
         begun = time.monotonic()
         daemons.append(start_daemon(directory))
         ready_s = time.monotonic() - begun
@@ -148,7 +148,7 @@ def _all_back(admin: source.Source, processes: int) -> bool:
 
 
 def _said_after(job: Job) -> list[Any]:
-    """What every process says after its last step."""
+    """Returns each process's report after its last step."""
     found = []
     for worker in job.workers:
         row = worker.heard()
@@ -160,7 +160,7 @@ def _said_after(job: Job) -> list[Any]:
 
 
 def _descriptors(job: Job) -> int:
-    """Open ones of all its processes."""
+    """Counts the open descriptors of all the job's processes."""
     return sum(len(os.listdir(f"/proc/{worker.pid}/fd")) for worker in job.workers)
 
 
@@ -194,7 +194,7 @@ def test_many_killed_daemons_cost_no_step_and_leak_nothing(
             slowest_s = max(slowest_s, time.monotonic() - begun)
             assert memfds_of(daemons[-1].pid) == memory
             files = files or _descriptors(job)
-            # Connections to the daemon before may end a moment after those to this one are there.
+            # Connections to the old daemon may close a moment after those to the new one open.
             wait_until(
                 lambda most=files + 2: _descriptors(job) <= most,
                 "descriptors are as few as at first",

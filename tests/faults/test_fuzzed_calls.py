@@ -1,4 +1,4 @@
-"""Any calls of any RPC, any bytes and any packets, on each port of the daemon."""
+"""Sends any calls of any RPC, any bytes and any packets to each port of the daemon."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_any_calls_of_a_session_are_answered(fuzzed_daemon, dose):
 def test_any_calls_without_a_token_are_answered(fuzzed_daemon, dose):
     daemon, log = fuzzed_daemon()
     answers = campaign(daemon, fuzz_calls.fuzz_stranger, dose)
-    late = answers["DEADLINE_EXCEEDED"] + answers["UNAVAILABLE"]  # on a machine that does more
+    late = answers["DEADLINE_EXCEEDED"] + answers["UNAVAILABLE"]  # for a machine with other load
     assert answers["UNAUTHENTICATED"] > (dose - late) / 2 > 0
     end_well(daemon, log)
 
@@ -39,7 +39,7 @@ def test_any_orders_are_answered(fuzzed_daemon, dose):
     answers = campaign(daemon, fuzz_calls.fuzz_admin, dose)
     assert answers["OK"] > dose / 20
     assert send(daemon, fuzz_calls.fuzz_drain, 1, 300)["OK"]
-    with contextlib.suppress(errors.RuntimeUnavailableError):  # it may have ended then
+    with contextlib.suppress(errors.RuntimeUnavailableError):  # the daemon may have ended by then
         daemon.ask("Drain", shutdown=True, deadline=wire.duration(0))
     ended_well(daemon, log)
 

@@ -1,4 +1,4 @@
-"""A daemon that starts again without its journal, or with a part of it."""
+"""A daemon restarts without its journal, or with a part of it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from ep_runtime import board_abi, errors, layer_specs
 from ep_runtime_server.journal.file import MAGIC
 from ep_runtime_server.memory import devices
 
-# A directory may be new because it was wiped: for a while the first daemon on it takes the word of
-# processes, and so does the next one.
+# A wiped directory looks new: for a while the first daemon on it, and the next, believe processes.
 NO_WORD = ("--recovery-s", "0")
 
 
 def wiped(daemon):
-    """Kills the daemon and forgets its journal."""
+    """Kills the daemon and deletes its journal."""
     daemon.kill()
     (daemon.directory / "journal").unlink()
 
@@ -57,7 +56,7 @@ def test_who_does_not_come_back_in_time_is_lost_to_the_others(daemon_process, re
     daemon = daemon_process()
     clients, group, layers = ready_pair(daemon)
     wiped(daemon)
-    again = restarted(daemon, "--recovery-s", "3")  # the first is back in time, on any machine
+    again = restarted(daemon, "--recovery-s", "3")  # the first process is back in time
     clients[0].resume()
     clients[0].restore(group, [0], layers)
     clients[0].give_back(group)
@@ -184,10 +183,10 @@ def test_a_torn_journal_is_read_up_to_the_tear_and_the_rest_brought_back(
 
 
 def ends_of_records(journal: bytes) -> list[int]:
-    """Where each record of windows or of a group ends."""
+    """Returns the offsets at which records of windows or of a group end."""
     end, found = len(MAGIC), []
     while any(journal[end : end + 4]):
-        text = end + 16  # behind length, checksum and number
+        text = end + 16  # after length, checksum and number
         end = text + int.from_bytes(journal[end : end + 4], "little")
         if journal[text:end].startswith((b'["windows/', b'["group/')):
             found.append(end)
@@ -195,7 +194,7 @@ def ends_of_records(journal: bytes) -> list[int]:
 
 
 def tear_after_each_record(daemon, restarted, clients, group, layers, behind=0):
-    """What the records behind the tear said is as true as ever; how many tears there were.
+    """Checks facts in records behind the tear, which stay true; returns how many tears there were.
 
     Tears are after the first `behind` bytes.
     """
@@ -208,7 +207,7 @@ def tear_after_each_record(daemon, restarted, clients, group, layers, behind=0):
         path.write_bytes(whole[:end] + b"\xff")
         daemon = restarted(daemon, "--log-level", "error")
         for rank, client in enumerate(clients):
-            client.token = tokens[rank]  # of the session that the whole journal names
+            client.token = tokens[rank]  # for the session that the whole journal names
             client.resume()
             answer = client.restore(group, [rank], layers)
             assert answer.group.generation == group.generation
@@ -242,7 +241,7 @@ def test_nor_that_of_a_group_that_formed_again(daemon_process, restarted):
 
 
 class TestGivingBack:
-    """What the daemon takes back is what it gave out."""
+    """The daemon takes back the same windows that it gave out."""
 
     @pytest.fixture
     def away(self, daemon_process, restarted):

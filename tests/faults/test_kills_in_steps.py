@@ -1,4 +1,4 @@
-"""Processes killed anywhere in a training step: the others know it, end, and saved no NaN.
+"""Kills processes anywhere in a training step: the others notice, end, and save no NaN.
 
 The job that starts then is the next one's victim, and finds the memory of the one before.
 SIGTERM of a scheduler stops all at one step.
@@ -62,7 +62,7 @@ def test_an_order_in_a_step_ends_all_with_who_gave_it(
 ) -> None:
     chance, took = random.Random(dose), dict[str, list[float]]()
     for number in range(dose):
-        daemon = daemon_process()  # one that drained admits no next job
+        daemon = daemon_process()  # a drained daemon admits no further job
         address = f"unix://{daemon.directory}"
         with source.open_source(address, timeout_s=60) as admin:
             place = step_kills.Place(
@@ -87,7 +87,7 @@ def test_an_order_in_a_step_ends_all_with_who_gave_it(
     step_kills.check(took, "reclaim", record_property)
 
 
-# Device 0 of process 0 has left its call, which the others' ranks never join, for a sum over all.
+# Device 0 of process 0 skips its call, which the other ranks never join, for a sum over all.
 _HELD = """
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -136,7 +136,7 @@ os._exit(0)
 def test_a_process_left_in_a_collective_is_ended_by_name(
     address: str, admin: source.Source, name: str
 ) -> None:
-    # Where the group is replaced, calls of living processes have that long to come.
+    # If the group is replaced, calls of living processes must arrive within this time.
     more = {"TEST_TIMEOUT_S": "10" if name == "replace" else "60"}
     more |= {"EP_RUNTIME_ADDRESS": address, "EP_RUNTIME_JOB": "training"}
     with Job(_HELD, processes=2, devices=2, **more) as job:

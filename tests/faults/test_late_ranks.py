@@ -1,4 +1,4 @@
-"""A process that is late is shown and waited for; one that never comes ends the wait in time."""
+"""A late process is shown and waited for; if it never comes, the wait ends in time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ hear()
 
 @pytest.fixture
 def status(address: str, capsys: pytest.CaptureFixture[str]) -> Any:
-    """What `ep-runtime status` says: lines, or JSON."""
+    """Returns the output of `ep-runtime status` as lines, or as JSON."""
 
     def ask(*words: str) -> Any:
         assert cli.main(["status", "--address", address, *words]) in (cli.OK, cli.LATE)
@@ -168,7 +168,7 @@ def test_ranks_that_time_out_again_and_again_leave_nothing(
             early, late = job.workers
             early.tell()
             assert early.heard()["got"] == "OpTimeoutError"
-            late.tell()  # its run is over for the other
+            late.tell()  # the other process sees that its run is over
             assert late.heard()["got"] == "OpTimeoutError"
             job.tell()
             said = job.heard()

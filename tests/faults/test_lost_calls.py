@@ -1,5 +1,6 @@
-"""A quarter of all requests are lost, and a quarter of all answers: who asks again ends up where
-he would have been. Lost requests did nothing; lost answers belong to work that was done."""
+"""A quarter of all requests and of all answers are lost, and callers retry. A lost request did
+nothing; a lost answer belongs to work that was done.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ LOST = [f"failpoint:{place}=lost:25" for place in ("rpc.request", "rpc.answer", 
 LOST += ["failpoint:fd.answer=lost:25"]
 TESTING = [word for switch in LOST for word in ("--testing", switch)]
 ATTEMPTS = 100
-# What may be lost on the way: gRPC's own status, or a connection to fd.sock that ended.
+# Errors of lost calls: gRPC's own status, or a connection to fd.sock that ended.
 Gone = (errors.RuntimeUnavailableError, ConnectionError, grpc.RpcError)
 
 
 def again(work: Callable[[], object], lost: collections.Counter[str] | None = None) -> object:
-    """Asks until there is an answer; counts what was lost."""
+    """Retries until an answer arrives; counts lost calls."""
     for _ in range(ATTEMPTS):
         try:
             return work()
@@ -37,7 +38,7 @@ def again(work: Callable[[], object], lost: collections.Counter[str] | None = No
 
 
 class Walk:
-    """One process that does anything, and a model of what the daemon must hold then."""
+    """One process that makes random calls, and a model of what the daemon must hold."""
 
     def __init__(self, daemon: DaemonProcess, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -45,14 +46,14 @@ class Walk:
         self.process = daemon.process()
         self.client: Client = again(lambda: daemon.client(process=self.process, job=None))
         again(lambda: self.client.open("job"))
-        self.groups: dict[str, object] = {}  # by name: what CreateGroup answered
+        self.groups: dict[str, object] = {}  # CreateGroup's answer by name
         self.layers: dict[str, list[str]] = {}  # by group, in the order of their handles
         self.generation = 0
         self.replays = 0
         self.lost: collections.Counter[str] = collections.Counter()
 
     def call(self, method, request):
-        """The answer; now and then the same request comes once more, and gets the same one."""
+        """Returns the answer; sometimes repeats the request, which must get the same answer."""
         answer = again(lambda: self.client.call(method, request), self.lost)
         if self.chance.random() < 0.2 and hasattr(request, "op_id"):
             assert again(lambda: self.client.call(method, request)) == answer
@@ -74,9 +75,9 @@ class Walk:
         group = self.call(self.client.groups.CreateGroup, request).group
         assert group.spec == request.spec or group.spec.name == name
         if known is not None and known.spec == group.spec:
-            assert group.generation == known.generation  # it is there, and nothing happens
+            assert group.generation == known.generation  # the group exists, and nothing happens
             return
-        if known is not None:  # replaced: its memory is ours until we say that we left it
+        if known is not None:  # replaced: its memory is ours until we report that we left it
             self.leave(known)
         assert group.generation > self.generation
         self.generation = group.generation
@@ -137,7 +138,7 @@ class Walk:
         self.chance.choice(moves)()
 
     def check(self) -> None:
-        """What the daemon says, and what the kernel says, is the model."""
+        """Compares the daemon's lists and the kernel's descriptors with the model."""
         found = self.daemon.ask("ListGroups").groups
         held = {item.group.spec.name: item.group.generation for item in found}
         assert held == {name: group.generation for name, group in self.groups.items()}
@@ -161,7 +162,7 @@ def test_who_asks_again_ends_up_where_he_would_have_been(daemon_process, dose, r
     assert walk.replays > dose // 20
     assert sum(walk.lost.values()) > dose // 4
     assert len(walk.lost) > 1  # of both sockets
-    walk.process.kill()  # with the sessions whose hello was not answered
+    walk.process.kill()  # including sessions whose hello got no answer
     eventually(lambda: daemon.status().num_sessions == 0)
     eventually(lambda: daemon.used_bytes == 0 and not memfds_of(daemon.pid))
 

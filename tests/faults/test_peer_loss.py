@@ -1,4 +1,4 @@
-"""A process of a job dies or leaves: waits end, and the next one finds its windows again."""
+"""A process of a job dies or leaves: waits end, and its successor finds its windows."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ session.close()
 
 
 def _lose(job: Job, devices: int, admin: source.Source) -> tuple[float, list[Any]]:
-    """Kills the last process while all others wait for it: seconds until all know."""
+    """Kills the last process while all others wait for it; returns seconds until all know."""
     *others, victim = job.workers
     for worker in others:
         worker.tell("wait")
@@ -83,13 +83,13 @@ def _lose(job: Job, devices: int, admin: source.Source) -> tuple[float, list[Any
         assert str(victim.pid) in row["text"]
         doc_pages.check_said("peer lost", row["text"])
         assert row["gone"]
-        traced = row["traced"]  # what calls say that are traced or made only now
+        traced = row["traced"]  # errors of calls that are traced or made only now
         assert (traced["rank"], traced["process"]) == (row["rank"], victim.pid)
         assert traced["layer"] == "moe/0"
     for worker in others:
         worker.tell()
         assert worker.heard() == {"left": True}
-    for worker in reversed(others):  # process 0 has JAX's coordinator: without it the others abort
+    for worker in reversed(others):  # process 0 has JAX's coordinator
         worker.end()
     return max(row["ended"] for row in said) - killed, said
 
@@ -143,7 +143,7 @@ def test_many_lost_processes_leak_nothing(
 
 
 FORMED_S = 2.0
-# Ranks that go in each turn, over and over.
+# Ranks that leave in each turn, repeatedly.
 PLANS: dict[str, list[list[int]]] = {
     "one after the other": [[0], [1], [2], [3]],
     "one again and again": [[2]],
@@ -151,7 +151,7 @@ PLANS: dict[str, list[list[int]]] = {
     "all but one": [[0, 1, 2], [1, 2, 3]],
     "all": [[0, 1, 2, 3]],
 }
-# In CI a plan each way: every turn starts processes.
+# CI runs one plan of each kind, because every turn starts processes.
 _IN_CI = [("two at once", "killed"), ("one again and again", "leaves")]
 _ALL = [(plan, how) for plan in PLANS for how in ("killed", "leaves")]
 
@@ -185,7 +185,7 @@ def test_ranks_come_back_in_place(
             wanted = "BROKEN" if present else "RETAINED"
             wait_until(lambda wanted=wanted: _states(admin) == [wanted], f"the group is {wanted}")
         back = {rank: start(rank) for rank in gone}
-        if present and how == "leaves":  # until somebody claims anew, the group goes on without
+        if present and how == "leaves":  # until somebody claims again, the group continues
             wait_until(lambda: _states(admin) == ["FORMING"], "a rank is claimed anew")
         for member in present.values():
             member.tell("again")
@@ -193,9 +193,9 @@ def test_ranks_come_back_in_place(
         again = members.met([*present.values()])
         assert again["generation"] > group["generation"]
         group, slowest_s = again, max(slowest_s, again["took_s"])
-        if how == "killed" or len(gone) < members.RANKS:  # who is last to leave frees it
+        if how == "killed" or len(gone) < members.RANKS:  # the last process to leave frees it
             assert group["reattached"]
-            assert memfds_of(daemon.pid) == memory  # not a byte is allocated anew
+            assert memfds_of(daemon.pid) == memory  # no byte is newly allocated
         memory = memfds_of(daemon.pid)
         assert len(memory) == members.RANKS + 1
     record_property("formed again after, at worst", f"{slowest_s:.2f} s")

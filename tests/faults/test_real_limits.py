@@ -1,4 +1,4 @@
-"""Full memory of a cgroup, file systems, sizes of files, descriptors, disks full by a failpoint.
+"""Real limits: cgroup memory, file systems, file sizes, descriptors, and disks full by a failpoint.
 
 The daemon says what is full, jobs go on, and it heals.
 """
@@ -57,13 +57,13 @@ class MemoryCgroup:
             with contextlib.suppress(OSError):
                 self.path.rmdir()
                 return
-            pause.wait(0.05)  # processes that ended leave it a moment later
+            pause.wait(0.05)  # ended processes leave the cgroup a moment later
         raise AssertionError(f"{self.path} is in use: {(self.path / 'cgroup.procs').read_text()}")
 
 
 @contextlib.contextmanager
 def memory_cgroup(limit_bytes: int) -> Iterator[MemoryCgroup]:
-    """Skips the test where this host lets us make none."""
+    """Skips the test if this host does not allow cgroups."""
     try:
         made = MemoryCgroup(limit_bytes)
     except OSError as error:
@@ -75,7 +75,7 @@ def memory_cgroup(limit_bytes: int) -> Iterator[MemoryCgroup]:
 
 
 def on_small_disk(directory: Path, size: str) -> list[str]:
-    """Launcher of a daemon that alone sees a file system of that size at `directory`.
+    """Returns a launcher whose daemon alone sees a file system of that size at `directory`.
 
     Others reach it under `/proc/PID/root`.
     """
@@ -95,7 +95,7 @@ def heartbeat(client) -> None:
 
 
 def goes_on(daemon: DaemonProcess, clients) -> None:
-    """The job that was there before, and what becomes of it."""
+    """Checks that the earlier job continues, and what happens when its processes die."""
     for client in clients:
         heartbeat(client)
     assert daemon.popen.poll() is None
@@ -114,7 +114,7 @@ def test_more_than_the_cgroup_has_is_refused_and_kills_nobody(daemon_process):
             client = daemon.client()
             group = client.create(LARGE).group
             held = group.window_bytes + group.board_bytes
-            assert abs(cgroup.used_bytes - before - held) < 16 * MIB  # the kernel's word on it
+            assert abs(cgroup.used_bytes - before - held) < 16 * MIB  # as the kernel reports it
             with pytest.raises(errors.PoolExhaustedError, match="has .* available"):
                 client.create(MORE)
             client.close_group(group)
@@ -127,7 +127,7 @@ def test_more_than_the_cgroup_has_is_refused_and_kills_nobody(daemon_process):
 
 @pytest.fixture
 def on_full_disk(daemon_process, tmp_path) -> Iterator[tuple[DaemonProcess, Path]]:
-    """A daemon alone on 2 MiB, and the directory as others see it."""
+    """A daemon on its own file system of 2 MiB, and its directory as others see it."""
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("a file system of its own needs root")
     place = tmp_path / "d"
@@ -143,7 +143,7 @@ def on_full_disk(daemon_process, tmp_path) -> Iterator[tuple[DaemonProcess, Path
 
 
 def fill(directory: Path) -> Path:
-    """A file that takes all the room there is."""
+    """A file that fills the whole file system."""
     ballast = directory / "ballast"
     with ballast.open("wb", buffering=0) as file:
         for size in (4096, 1):
@@ -156,7 +156,7 @@ def fill(directory: Path) -> Path:
 
 
 def until_refused(client, group) -> errors.PoolExhaustedError:
-    """Registers until the journal has no room."""
+    """Registers layers until the journal is full; returns the error."""
     for number in range(200):
         layers = [layer_specs.LayerSpec(f"l{number}/{i}", top_k=1) for i in range(50)]
         try:
@@ -194,7 +194,7 @@ def test_files_that_may_not_grow_refuse_what_is_new_and_heal(daemon_process):
     journal = (daemon.directory / "journal").stat().st_size
     resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (journal, hard))
     with pytest.raises(errors.PoolExhaustedError, match="File too large"):
-        other.create(make_spec("more", ranks=1))  # memory is a file to the kernel
+        other.create(make_spec("more", ranks=1))  # to the kernel, memory is a file
     assert memfds_of(daemon.pid) == before
     assert "journal" in str(until_refused(other, group))
     for client in clients:
@@ -249,7 +249,7 @@ def test_a_client_without_descriptors_says_so_and_keeps_none(daemon_process, run
     eventually(lambda: daemon.used_bytes == 0)
 
 
-# Every attempt to get space fails, as often as the case says; the daemon tries every second.
+# As many attempts to get space fail as the case says; the daemon tries every second.
 FULL_AFTER_START = "failpoint:journal.before_write=enospc:1"
 
 
@@ -282,7 +282,7 @@ def test_a_disk_that_is_full_from_the_restart_on_disturbs_no_job(daemon_process,
         with pytest.raises(errors.PoolExhaustedError, match="journal"):
             refused()
     assert again.status().journal.error
-    clients[1].process.kill()  # what ends is noticed all the same
+    clients[1].process.kill()  # the daemon still notices ended processes
     eventually(lambda: again.group_states() == {"moe": "BROKEN"})
     assert clients[0].process.do("board")[2:] == ("PEER_LOST", 1)
     third = restarted(again)
@@ -307,7 +307,7 @@ def test_generations_do_not_come_back_after_a_full_disk(daemon_process, restarte
 
 
 def test_nothing_is_promised_that_a_restarted_daemon_would_not_know(daemon_process, restarted):
-    """Registered, but not written: the answer is an error, and the retry is answered alike."""
+    """A change is made but not written: the answer is an error, and so is the retry's."""
     daemon = daemon_process("--testing", "failpoint:journal.before_write=eio:1")
     with pytest.raises(errors.PoolExhaustedError):
         daemon.client(process=True, job=None).open("job")

@@ -1,4 +1,4 @@
-"""A daemon that is killed and started again goes on where it was."""
+"""A daemon that is killed and restarted continues with the state it had."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_generation_is_not_given_twice_though_its_group_is_gone(daemon_process
     client = daemon.client(process=True)
     group = client.create(make_spec(ranks=1)).group
     client.close_group(group)
-    again = restarted(restarted(daemon))  # the second one reads what the first one wrote anew
+    again = restarted(restarted(daemon))  # the second daemon reads what the first rewrote
     newer = again.client(process=True).create(make_spec(ranks=1)).group
     assert newer.generation > group.generation
 
@@ -77,7 +77,7 @@ def test_a_long_journal_is_written_anew_and_knows_the_same(daemon_process, resta
         sizes.append(daemon.status().journal.bytes)
         return sizes[-1]
 
-    # Whenever that happens: sessions that come after it make the journal grow again.
+    # At any time: sessions that connect afterwards make the journal grow again.
     eventually(lambda: grown() < sizes[-2], within_s=60.0, what="it is written anew")
     assert sizes[-1] < sizes[-2] / 2
     again = restarted(daemon)
@@ -182,7 +182,7 @@ def test_bytes_of_a_silent_process_are_not_given_to_others(daemon_process, resta
         other.create(make_spec("other", ranks=1))
     with pytest.raises(errors.GroupBusyError):
         other.create(SPEC)
-    assert clients[0].resume()  # late, and yet its memory is there
+    assert clients[0].resume()  # late, but its memory is still there
     clients[0].restore(group, [0])
     assert clients[0].give_back(group)[1] == []
     clients[0].process.kill()
@@ -287,7 +287,7 @@ def test_facts_that_cannot_be_read_do_not_stop_the_daemon(daemon_process, restar
     journal.close()
     again = restarted(daemon)
     assert "journal.unreadable" in again.event_kinds()
-    for rank, client in enumerate(clients):  # what it does not know, the processes tell
+    for rank, client in enumerate(clients):  # processes report what the daemon does not know
         client.resume()
         if client.restore(group, [rank], layers).wanted_ranks:
             client.give_back(group)

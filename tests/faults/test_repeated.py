@@ -1,4 +1,4 @@
-"""Each fault of the daemon's world, and kills at any change, many times: nothing is left behind.
+"""Repeats each fault around the daemon, and kills at any change: nothing is left behind.
 
 Kills of clients are in `tests/e2e/test_kills.py`.
 """
@@ -21,7 +21,7 @@ from ep_runtime import errors, layer_specs
 
 
 class Footprint:
-    """What a daemon with one job holds, by its own word and by the kernel's."""
+    """What a daemon with one job holds, as it reports and as the kernel reports."""
 
     def __init__(self, daemon: DaemonProcess) -> None:
         self.memfds = memfds_of(daemon.pid)
@@ -31,7 +31,7 @@ class Footprint:
     def check(self, daemon: DaemonProcess) -> None:
         eventually(lambda: daemon.used_bytes == self.used, what="bytes")
         assert memfds_of(daemon.pid) == self.memfds
-        # A connection more or less is being closed; a leak would show after a few rounds.
+        # One connection more or less may be closing; a leak would show after a few rounds.
         eventually(lambda: daemon.status().num_fds <= self.fds + 4, what="descriptors")
 
 
@@ -62,7 +62,7 @@ def test_torn_journals(daemon_process, restarted, dose):
         daemon.kill()
         path = daemon.directory / "journal"
         size = len(path.read_bytes().rstrip(b"\0"))
-        # Cut exactly between two records it would look whole, as if the rest had never been.
+        # A cut exactly between two records would look whole, as if the rest had never existed.
         path.write_bytes(path.read_bytes()[: chosen.randrange(size)] + b"\xff")
         daemon = restarted(daemon, "--log-level", "error")
         for rank, client in enumerate(clients):
@@ -112,7 +112,7 @@ def test_killed_peers_that_come_back(daemon_process, dose):
         footprint.check(daemon)
 
 
-GROWTH_BYTES = 24 << 20  # the last thousand sessions that ended, and the answers that are kept
+GROWTH_BYTES = 24 << 20  # the last thousand ended sessions, and the stored answers
 SPEC = make_spec(ranks=1)
 
 
@@ -141,7 +141,7 @@ def test_sessions_that_come_and_go_leave_nothing(daemon_process, dose, record_pr
 
 PAIR = make_spec(ranks=2)
 LAYERS = [layer_specs.LayerSpec(f"moe/{i}", top_k=2, in_flight=2) for i in range(3)]
-# Every point with the times it is reached between hello and goodbye.
+# Every failpoint, and how often it is reached between hello and goodbye.
 POINTS = {
     "journal.before_write": 6,
     "journal.after_write": 6,
@@ -154,7 +154,7 @@ POINTS = {
 
 
 class Life:
-    """One process from hello to goodbye on a daemon that is started again whenever it is gone."""
+    """One process from hello to goodbye; its daemon is restarted whenever it has died."""
 
     def __init__(self, daemon_process, directory, *options: str) -> None:
         self._start = daemon_process
@@ -169,7 +169,7 @@ class Life:
 
     def restart(self, *options: str) -> None:
         if self.daemon.popen.poll() is None:
-            self.daemon.popen.wait(WAIT_S)  # it kills itself; who noticed first does not matter
+            self.daemon.popen.wait(WAIT_S)  # the daemon kills itself
         self.restarts += 1
         assert self.restarts < 5
         self.daemon = self._start(*options, directory=self._directory)
@@ -187,7 +187,7 @@ class Life:
                 assert self.client.give_back(self.group) == (3, [])
 
     def step(self, work):
-        """Does `work`, again after a restart where the daemon went away meanwhile."""
+        """Does `work`; repeats it after a restart if the daemon died meanwhile."""
         while True:
             try:
                 return work()
@@ -199,7 +199,7 @@ class Life:
         self.client = self.daemon.client(process=self.process, job=None)
 
     def form(self) -> None:
-        """Create, fetch and report; from its start where the daemon went away in between."""
+        """Creates, fetches and reports; starts over if the daemon died in between."""
         op_id = new_op_id()
         self.group, self.fetched = None, False
         self.group = self.client.create(PAIR, op_id=op_id).group
@@ -218,7 +218,7 @@ class Life:
         self.register()
 
     def check(self) -> None:
-        """What the daemon says, what the kernel says and what we hold are the same."""
+        """The daemon's lists, the kernel's descriptors and our own counts agree."""
         status = self.daemon.status()
         held = self.group.board_bytes + 2 * self.group.window_bytes
         assert status.num_sessions == 1
@@ -230,7 +230,7 @@ class Life:
         assert self.daemon.group_states() == {"moe": "READY"}
 
     def end(self) -> None:
-        """Goodbye; nothing is left, by the daemon's word and by the kernel's."""
+        """Says goodbye; then the daemon and the kernel must report that nothing is left."""
         self.process.do("close")
         self.fetched = False
         self.step(lambda: self.client.close_group(self.group))
@@ -242,7 +242,7 @@ class Life:
 
 
 def live(daemon_process, directory, point: str, times: int) -> int:
-    """A whole life with one kill; how often the daemon was started again."""
+    """A whole life with one kill; returns how often the daemon was restarted."""
     switch = f"failpoint:{point}=kill:{times}"
     life = Life(daemon_process, directory, "--testing", switch)
     life.run_to_registered()
@@ -333,7 +333,7 @@ def test_kills_in_a_row_leak_nothing(daemon_process, tmp_path, dose):
         life.restart()
         life.come_back()
         life.check()
-        # Of a daemon that got windows back: one that never did has no process to take them.
+        # Only for a daemon that got windows back: otherwise no process has windows to give.
         held.append(life.daemon.status().num_fds)
         assert os.stat(tmp_path / "journal").st_size < 1 << 20
     assert max(held) == held[0], held

@@ -27,7 +27,7 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 class Store:
-    """What systemd does with FDSTORE and FDSTOREREMOVE."""
+    """Imitates what systemd does with FDSTORE and FDSTOREREMOVE."""
 
     def __init__(self, path) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -37,7 +37,7 @@ class Store:
 
     @property
     def fds(self) -> dict[str, int]:
-        """By name, after every message that is there."""
+        """Handles all waiting messages; returns the stored descriptors by name."""
         while True:
             try:
                 data, ancillary, _, _ = self._socket.recvmsg(4096, socket.CMSG_SPACE(4))
@@ -54,7 +54,7 @@ class Store:
                 os.close(self._fds.pop(told["FDNAME"]))
 
     def given(self) -> dict[str, object]:
-        """To the next daemon."""
+        """Passes the stored descriptors to the next daemon."""
         names, fds = ":".join(self.fds), tuple(self.fds.values())
         words = [sys.executable, "-c", LAUNCHER, ",".join(map(str, fds)), names]
         return {"launcher": words, "pass_fds": fds}

@@ -1,4 +1,4 @@
-"""Users of one daemon who do not meet."""
+"""Two users of one daemon do not see or disturb each other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes ano
 
 @pytest.fixture
 def served(daemon_process):
-    """A daemon that serves another user too, and a client of that user."""
+    """A daemon that also serves another user, and a client of that user."""
     with tempfile.TemporaryDirectory(prefix="epu-") as name:
         os.chmod(name, 0o755)
         daemon = daemon_process("--allow-uid", str(NOBODY), directory=Path(name) / "d")

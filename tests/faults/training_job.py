@@ -28,7 +28,7 @@ def train(
     inner: int = 32,
     **settings: Any,
 ) -> None:
-    """Steps without end; says so after the third. Gradients are summed over all processes.
+    """Runs steps without end, and reports after the third. Gradients are summed over all processes.
 
     `settings` are more arguments of create_group.
     """
@@ -86,7 +86,7 @@ def train(
 
 
 def save(folder: Path, params: Any) -> None:
-    """This process's shards, in place of the last ones."""
+    """Saves this process's shards, in place of its last ones."""
     leaves = [np.asarray(s.data) for p in jax.tree.leaves(params) for s in p.addressable_shards]
     written = folder / f"{jax.process_index()}.tmp.npz"
     np.savez(written, *leaves)
@@ -94,7 +94,7 @@ def save(folder: Path, params: Any) -> None:
 
 
 def is_finite(folder: Path) -> bool:
-    """Whether every value that was saved is a number."""
+    """Whether no saved value is NaN."""
     files = [*folder.glob("?.npz")]
     assert files
     return all(np.isfinite(leaf).all() for file in files for leaf in np.load(file).values())

@@ -1,4 +1,4 @@
-"""Layers and programs of the block call's tests, and how their results are compared."""
+"""Layers and programs of the block call's tests, and comparisons of their results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import ep_runtime as ep
 
 TOKENS, HIDDEN, INNER, TOP_K, LOCAL = 192, 256, 128, 3, 4  # tokens and experts of a rank
-AGAIN = 3  # the third run of a program is a command buffer's
+AGAIN = 3  # from the third run on, a program runs as a command buffer
 DTYPES = ("bfloat16", "float32")
 # Rows of 512 values end with scales that fill whole copies: exchanges carry 8 bits then.
 SENT = 512
@@ -26,7 +26,7 @@ TENSOR, TILES = ep.recipes.TensorScaling(), ep.recipes.BlockScaling()
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Makes layers and programs on the GPUs that are here."""
+    """Makes layers and programs on this machine's GPUs."""
 
     session: ep.Session
     mesh: Mesh
@@ -64,7 +64,7 @@ class Blocks:
     def drawn(
         self, change: Callable[[Any, int], Any], hidden: int = HIDDEN
     ) -> tuple[Any, Any, Any]:
-        """Tokens, weights, and indices as `change` of (drawn ones, experts) has them."""
+        """Returns tokens, weights, and indices as `change(drawn indices, experts)` gives them."""
         count, experts = TOKENS * self.mesh.size, LOCAL * self.mesh.size
         rng = np.random.default_rng(7)
         idx = np.argsort(rng.random((count, experts)), axis=1)[:, :TOP_K].astype(np.int32)
@@ -74,7 +74,7 @@ class Blocks:
         return jax.device_put((x, weights, change(idx, experts)), rows)
 
     def call(self) -> None:
-        """Programs take the block call from here on."""
+        """Programs use the block call from now on."""
         if TRIAL:
             self.ways.emulated()
         else:
@@ -91,7 +91,9 @@ def graded(
     params8: Any = None,
     **options: Any,
 ) -> Any:
-    """(y, gradients of x, weights and params) in `dtype`; of weights in 8 bits where they come."""
+    """Returns (y, gradients of x, weights and params) in `dtype`, or in 8 bits for
+    8-bit weights.
+    """
 
     def block(x: Any, weights: Any, params: Any) -> Any:
         routing = ep.Routing(idx, weights, None)
@@ -104,7 +106,7 @@ def graded(
 
 
 def ran(run: Callable[..., Any], *operands: Any) -> Any:
-    """What a program gives, which is the same bits each time."""
+    """Runs a program several times; checks that results are the same bits, and returns them."""
     compiled = jax.jit(lambda *given: run(*given))
     first = jax.device_get(compiled(*operands))
     for _ in range(AGAIN):
@@ -115,7 +117,7 @@ def ran(run: Callable[..., Any], *operands: Any) -> Any:
 
 
 def poison(like: Any) -> None:
-    """Leaves NaN where a program's temporaries will lie."""
+    """Fills the memory of a program's temporaries with NaN."""
     shape = (4096, *like.shape[1:])
     jax.block_until_ready(
         jax.device_put(np.full(shape, np.nan, np.float32), like.sharding)
@@ -123,7 +125,7 @@ def poison(like: Any) -> None:
 
 
 def assert_as_near(got: Any, composed: Any, exact: Any, dtype: Any) -> None:
-    """Root mean squares of errors are at most a little more than those of the composed body."""
+    """Checks that errors' root mean squares are at most slightly above the composed body's."""
     more = 2e-3 if jnp.dtype(dtype).itemsize == 2 else 1e-4  # tf32 has 10 bits behind the point
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(exact)]
     for path, *each in zip(paths, *map(jax.tree.leaves, (got, composed, exact)), strict=True):
@@ -135,7 +137,7 @@ def assert_as_near(got: Any, composed: Any, exact: Any, dtype: Any) -> None:
 
 
 def compare(blocks: Blocks, layer: Any, params: Any, given: Any, dtype: Any, **options: Any) -> Any:
-    """What the call gives, held against the composed body in the same dtype and in f32."""
+    """Compares the call's results with the composed body in the same dtype and in f32."""
     x, weights, idx = given
     operands = (x, weights, idx, params)
     blocks.ways.body("composed")

@@ -1,4 +1,4 @@
-"""GPUs for the tests of this folder, or the reason why they are skipped."""
+"""Finds GPUs for the tests of this folder, or the reason to skip them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ep_runtime import native
 
 _BUILT = native.library_path("cuda").exists()
 if not layouts.TRIAL and not _BUILT:
-    collect_ignore_glob = ["test_*.py"]  # a file that is named is collected, and skipped
+    collect_ignore_glob = ["test_*.py"]  # a file on the command line is collected, and skipped
 
 
 @functools.cache
 def missing() -> str:
-    """What keeps these tests from running here; "" where nothing does."""
+    """Returns why these tests cannot run here; "" if they can."""
     if not _BUILT:
         return "built without EP_RUNTIME_CUDA=ON"
     try:
@@ -46,7 +46,7 @@ def gpus() -> list[Any]:
 
 @pytest.fixture
 def several_gpus(gpus: list[Any]) -> int:
-    """How many there are: two, four or eight."""
+    """Returns the number of GPUs: two, four or eight."""
     if len(gpus) < 2:
         pytest.skip(f"needs 2 GPUs or more, JAX sees {len(gpus)}")
     return len(gpus)
@@ -54,7 +54,7 @@ def several_gpus(gpus: list[Any]) -> int:
 
 @pytest.fixture
 def job_gpus(request: pytest.FixtureRequest, gpus: list[Any]) -> int:
-    """Ranks of a job's processes: as many as GPUs, or those that share the GPUs there are."""
+    """Returns the ranks of a job: one per GPU, or several if processes share GPUs."""
     if layouts.RANKS:
         return layouts.RANKS
     return request.getfixturevalue("several_gpus")
@@ -62,12 +62,12 @@ def job_gpus(request: pytest.FixtureRequest, gpus: list[Any]) -> int:
 
 @pytest.fixture
 def session(gpus: list[Any]) -> Iterator[ep.Session]:
-    """A session with a daemon of its own."""
+    """A session with its own daemon."""
     with ep.connect("embedded", timeout_s=60.0) as made:
         yield made
 
 
 @pytest.fixture
 def blocks(session: ep.Session, gpus: list[Any], ways: Ways) -> Blocks:
-    """On all GPUs, as one EP group."""
+    """Layers and programs on a mesh of all GPUs, as one EP group."""
     return Blocks(session, Mesh(np.array(gpus), ("ep",)), ways)

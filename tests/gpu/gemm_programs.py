@@ -1,4 +1,4 @@
-"""Whole programs with products of experts: rows [R, C, K'], two experts a slab."""
+"""Programs with products of experts: rows [R, C, K'], two experts per slab."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES = np.int32([[5, 80], [0, 33], [96, 0], [0, 0]])
 
 
 def drawn(features: int) -> tuple[Any, Any, Any, Any]:
-    """x [4, 96, K'], kernel [8, K', K'], bias [8, K'] and SIZES; rows of no group are NaN."""
+    """x [4, 96, K'], kernel [8, K', K'], bias [8, K'] and SIZES; rows outside groups are NaN."""
     rng = np.random.default_rng(1)
     x = rng.standard_normal((4, 96, features)).astype(jnp.bfloat16)
     for slab, used in enumerate(SIZES.sum(-1)):
@@ -32,7 +32,7 @@ def multiply(x: Any, kernel: Any, sizes: Any, bias: Any, **options: Any) -> Any:
 
 
 def scanned(x: Any, kernel: Any, sizes: Any, bias: Any, **options: Any) -> Any:
-    """Three times in a row, with remat."""
+    """Three products in a row, with remat."""
 
     def step(x: Any, scale: Any) -> Any:
         return jnp.tanh(multiply(x, kernel * scale, sizes, bias, **options)), None
@@ -48,12 +48,12 @@ def loss(product: Any, x: Any, kernel: Any, bias: Any, sizes: Any) -> Any:
 
 
 def graded(product: Any) -> Any:
-    """Its loss, and gradients of x, kernel and bias."""
+    """Returns the loss, and gradients of x, kernel and bias."""
     return jax.jit(jax.value_and_grad(functools.partial(loss, product), argnums=(0, 1, 2)))
 
 
 def same_every_time(run: Any, operands: Any) -> Any:
-    """What a program gives, and again in replays of what was captured."""
+    """Returns a program's results, and checks replays of its captured graph."""
     got = jax.block_until_ready(run(*operands))
     for _ in range(AGAIN):
         again = run(*operands)
@@ -62,7 +62,7 @@ def same_every_time(run: Any, operands: Any) -> Any:
 
 
 def spread(gpus: list[Any], mode: str, product: Any, operands: Any) -> Any:
-    """`graded` with slabs and experts spread over the GPUs, twice the same."""
+    """Runs `graded` with slabs and experts spread over the GPUs; checks that two runs agree."""
     mesh, spec = Mesh(np.array(gpus), ("ep",)), PartitionSpec("ep")
     whole: Any = functools.partial(loss, product)
 

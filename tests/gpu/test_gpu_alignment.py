@@ -1,4 +1,4 @@
-"""Rows of a block call lie as close as they can, whatever alignment the group's slabs have."""
+"""Rows of a block call are packed densely, whatever the alignment of the group's slabs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def layer_of(blocks: Blocks, alignment: int, **settings: Any) -> Any:
 
 
 def uneven(idx: Any, experts: int) -> Any:
-    """Experts of every count of rows, none of them a multiple of anything; one has no row."""
+    """Gives experts uneven counts of rows; one expert has none."""
     return np.where(idx == 1, -1, np.where(idx % 3 == 0, 0, idx))
 
 

@@ -1,4 +1,4 @@
-"""The block call on GPUs: its results stay as near exact ones as those of composed do."""
+"""The block call on GPUs: its errors are no larger than the composed body's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ep_runtime_client.ops.movement.prepare import make_call
 from ep_runtime_client.ops.tracing.ambient import open_layer
 
 pytestmark = pytest.mark.skipif(TRANSPORT == "xla", reason="has no block calls")
-# Of an array's largest value: what another order of sums may make of it.
+# Relative to an array's largest value: the effect of another order of sums.
 _ROUNDING = {"bfloat16": 0.02, "float32": 1e-4}
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -149,7 +149,7 @@ def test_plans_with_copies_are_those_of_the_reference(
             call = make_call(layer, mesh, idx.shape[:1], (), handle=0, capacity=capacity)
             call = dataclasses.replace(call, own_alignment=ROW_ALIGNMENT)
             _, plan, most, experts = copies.spread(call, index, idx)
-            # Columns behind these are only of packed rows.
+            # The columns after these are for packed rows only.
             return plan._replace(recv_count=plan.recv_count[..., :4]), experts, most
 
         run = jax.jit(planned)
@@ -158,7 +158,7 @@ def test_plans_with_copies_are_those_of_the_reference(
         for field, values in want._asdict().items():
             np.testing.assert_array_equal(getattr(got, field), values, err_msg=f"{name}: {field}")
         np.testing.assert_array_equal(experts, others[0], err_msg=name)
-        if capacity is None:  # drops even out rows
+        if capacity is None:  # dropped rows make counts even
             assert (experts >= 0).any() or name not in ("everything to one rank", "zipf"), name
         if not TRIAL:
             np.testing.assert_array_equal(most, got.group_sizes.sum(-1).max(), err_msg=name)
@@ -196,7 +196,7 @@ def test_any_routing_in_any_workspace(blocks: Blocks, workspace: Any, dtype: str
     }
     blocks.call()
     run = jax.jit(lambda *given: graded(layer, jnp.dtype(dtype), *given))
-    for _ in range(2):  # the programs alternate, and leave each other's rows behind
+    for _ in range(2):  # the programs alternate, so each finds the other's rows in memory
         for name, idx in each.items():
             got = jax.device_get(run(x, weights, idx, params))
             assert_as_near(got, composed[name], exact[name], dtype)
@@ -235,7 +235,7 @@ def test_how_much_is_kept_and_held_changes_no_output(blocks: Blocks, dtype: str)
 def test_rows_that_are_counted_before_they_cross(
     blocks: Blocks, monkeypatch: pytest.MonkeyPatch, workspace: Any, recipe: Any
 ) -> None:
-    """Tokens are those of a group that sends all rows, bit by bit."""
+    """Tokens equal, bit by bit, those of a group that sends all rows."""
     given, found = blocks.drawn(ROUTINGS["unused slots"], SENT), []
     for name, share in (("all", 0.0), ("counted", 1.0)):
         monkeypatch.setattr(device_layout, "COUNTED_SHARE_OF_RANKS", share)
@@ -256,7 +256,7 @@ def scanned(
     idx: Any,
     params: Any,
 ) -> Any:
-    """Gradients of x, weights and params of the stack's layers one after another."""
+    """Returns gradients of x, weights and params for the stack's layers, one after another."""
 
     def step(x: Any, own: Any) -> Any:
         number, params = own

@@ -1,4 +1,4 @@
-"""The block call on GPUs with 8-bit rows, and weights quantized once: the bits of composed."""
+"""The block call on GPUs with 8-bit rows and weights quantized once: the composed body's bits."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ RECIPES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 
 
 def hidden_of(name: str) -> int:
-    """Of a case by its name: copies are of at most 8 KiB."""
+    """Returns a case's hidden size; one copy takes at most 8 KiB."""
     return 17 * SENT if "two copies" in name else SENT if "sent" in name else HIDDEN
 
 
-# Without a recipe: products of f32 rows are kernels of ours on either way.
+# Without a recipe, products of f32 rows use our kernels in both bodies.
 F32: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "f32": (None, {}, {"capacity": 512}),
     "f32, a pair": (None, {"separate": True}, {"keep": "nothing"}),
@@ -69,7 +69,7 @@ F32: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", RECIPES | F32)
 def test_recipes_and_f32_have_the_bits_of_the_composed_body(blocks: Blocks, name: str) -> None:
-    """Where weights multiply activations: as many rows have one scale, and sums one order."""
+    """Weights multiply activations: as many rows share a scale, and sums have the same order."""
     recipe, of_params, options = (RECIPES | F32)[name]
     layer = blocks.layer(hidden=hidden_of(name))
     params = blocks.params(layer, **of_params)
@@ -94,7 +94,7 @@ MX: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 def test_weights_quantized_once_have_the_bits_of_the_recipe(
     blocks: Blocks, name: str, way: str
 ) -> None:
-    """In the layouts that forward and backward products take, which nothing transposes again."""
+    """Weights are in the layouts that forward and backward products read, without transposing."""
     recipe, of_params, options = (RECIPES | MX)[name]
     layer = blocks.layer(hidden=hidden_of(name))
     params = blocks.params(layer, **of_params)
@@ -117,7 +117,7 @@ def test_weights_quantized_once_have_the_bits_of_the_recipe(
 @pytest.mark.parametrize("hidden", [HIDDEN, SENT])
 @pytest.mark.parametrize("recipe", [TENSOR, TILES], ids=lambda recipe: type(recipe).__name__)
 def test_recipes_in_parts(blocks: Blocks, recipe: Any, hidden: int) -> None:
-    """Tensor scales are of a part's rows: results are as near f32, and not the same bits."""
+    """A tensor scale covers one chunk's rows: results are as near f32, but other bits."""
     layer = blocks.layer(hidden=hidden, workspace=1e-6)
     given = blocks.drawn(lambda idx, experts: np.where(idx % 2 == 0, idx, idx % LOCAL), hidden)
     options = {"recipe": recipe, "keep_factor": 1.0}

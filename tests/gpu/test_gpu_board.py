@@ -1,4 +1,4 @@
-"""What kernels write to the board, as the command line lists it."""
+"""Kernels write to the board, and the command line lists the records."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ STEPS = 3
 
 
 def routed(gpus: list[Any]) -> Any:
-    """topk_idx [T, 2], and how many slots each rank is asked to take."""
+    """Returns topk_idx [T, 2], and how many slots each rank receives."""
     experts, ranks = 2 * len(gpus), len(gpus)
     rng = np.random.default_rng(0)
     idx = rng.integers(0, experts, (TOKENS * ranks, 2)).astype(np.int32)
-    idx[: TOKENS * ranks // 4] = 0  # more than rank 0 takes
+    idx[: TOKENS * ranks // 4] = 0  # more than rank 0 has room for
     return idx, np.bincount(idx.ravel() // 2, minlength=ranks)
 
 
 def run_steps(session: ep.Session, gpus: list[Any], idx: Any) -> ep.Group:
-    """STEPS round trips of the layer's second handle."""
+    """Runs STEPS round trips of the layer's second handle."""
     mesh = Mesh(np.array(gpus), ["ep"])
     group = session.create_group(
         "g",
@@ -81,8 +81,8 @@ def test_calls_rows_and_drops_reach_the_board(session: ep.Session, gpus: list[An
     for rank in ranks:
         assert (rank["state"], rank["epoch"], rank["waiting_for"]) == ("IDLE", 3 * STEPS, -1)
         if layouts.TRIAL:
-            continue  # CPU ranks that are idle say no more
-        assert (rank["op"], rank["layer"], rank["handle"]) == ("", "", -1)  # of the op that is over
+            continue  # idle CPU ranks no longer name
+        assert (rank["op"], rank["layer"], rank["handle"]) == ("", "", -1)  # the op that has ended
         assert 0 <= rank["since_s"] < 60
 
 
@@ -92,7 +92,7 @@ def test_tallies_reach_the_board(session: ep.Session, gpus: list[Any]) -> None:
     with source.open_source(session.address, timeout_s=10.0) as daemon:
         ranks = daemon.tallies("g")
     assert len(ranks) == len(gpus)
-    told = STEPS - 1, STEPS  # a GPU's board is a call behind
+    told = STEPS - 1, STEPS  # a GPU's board lags by one call
     for rank, tally in enumerate(ranks):
         assert [op["op"] for op in tally["ops"]] == ["PREPARE", "DISPATCH", "COMBINE"]
         for op in tally["ops"]:
@@ -107,7 +107,7 @@ def test_tallies_reach_the_board(session: ep.Session, gpus: list[Any]) -> None:
 
 
 def test_a_slow_rank_is_named(session: ep.Session, gpus: list[Any], several_gpus: int) -> None:
-    """The last one has more to do before it dispatches."""
+    """The last rank has more work before it dispatches."""
     last, mesh = len(gpus) - 1, Mesh(np.array(gpus), ["ep"])
     group = session.create_group(
         "slow",

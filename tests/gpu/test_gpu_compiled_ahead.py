@@ -1,4 +1,4 @@
-"""Programs for GPUs compile, on machines without any too where JAX's CUDA plugin is installed.
+"""Compiles programs for GPUs, also on machines without GPUs if JAX's CUDA plugin is there.
 
 Each runs every call of ours as often as it was traced, and in a scope of ours.
 """
@@ -22,7 +22,7 @@ def plugin_of(version: int) -> bool:
 
 
 def run_tool(name: str, *arguments: str) -> str:
-    """What a program of tools/ says that compiles ahead, once it has ended with 0."""
+    """Runs a program of tools/ that compiles ahead; returns its output once it ends with 0."""
     plugins = importlib.util.find_spec("jax_plugins")
     if not plugins or not any(map(plugin_of, (12, 13))):
         pytest.skip("JAX's CUDA plugin is not installed")

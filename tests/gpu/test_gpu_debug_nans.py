@@ -1,4 +1,4 @@
-"""jax_debug_nans on GPUs, whose kernels leave rows that nobody reads as they are."""
+"""jax_debug_nans on GPUs, where kernels do not write rows that nobody reads."""
 
 from __future__ import annotations
 

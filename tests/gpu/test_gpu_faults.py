@@ -1,4 +1,4 @@
-"""Processes with GPUs that die or stop in the middle of a step, and groups closed under steps."""
+"""Processes with GPUs die or stop during a step, and groups close during steps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ any_program = pytest.mark.parametrize("program", gpu_steps.PROGRAMS)
 
 
 def _lose(job: Job, others: list[Worker], victim: Worker) -> list[dict[str, Any]]:
-    """Kills a process while the others step: what they say, and that they know it in time."""
+    """Kills a process while the others step; returns their reports, which must come in time."""
     killed = time.monotonic()
     victim.kill()
     said: list[dict[str, Any]] = [worker.heard(30) for worker in others]
@@ -59,7 +59,7 @@ def _lose(job: Job, others: list[Worker], victim: Worker) -> list[dict[str, Any]
         assert row["kind"] == "PeerLostError", row
         assert row["rank"] in range(first, first + job.devices)
         assert row["process"] == victim.pid
-        assert row["layer"] in ("moe/0", None)  # None: it died between two steps
+        assert row["layer"] in ("moe/0", None)  # None: the process died between two steps
         assert row["ended"] - killed < KNOWN_WITHIN_S
     return said
 
@@ -72,7 +72,7 @@ def _start_loops(workers: list[Worker]) -> None:
 
 
 def _regroup(workers: list[Worker]) -> None:
-    """The processes that are left form a group of their own, and a step of it works."""
+    """The surviving processes form a new group, and a step of it works."""
     for worker in workers:
         worker.tell([worker.index for worker in workers])
     for worker in workers:
@@ -83,7 +83,7 @@ def _regroup(workers: list[Worker]) -> None:
 def test_a_killed_process_ends_the_steps_of_the_others_who_go_on_without_it(
     job_gpus: int, address: str, admin: source.Source, program: str
 ) -> None:
-    """And once all are killed, the job starts again on the same memory."""
+    """After all processes are killed, the job restarts on the same memory."""
     environment = {**_ENVIRONMENT, "EP_RUNTIME_ADDRESS": address, "TEST_PROGRAM": program}
     layout = "one GPU each, visible alone"
     with layouts.job(_SCRIPT, layout, job_gpus, **environment) as job:
@@ -103,7 +103,7 @@ def test_a_killed_process_ends_the_steps_of_the_others_who_go_on_without_it(
             _pause.wait(0.5)
             _lose(job, last, victim)
             _regroup(last)
-        for worker in reversed(job.workers):  # JAX ends those that outlive process 0
+        for worker in reversed(job.workers):  # JAX ends processes that outlive process 0
             if not worker.ended:
                 worker.kill()
     wait_until(lambda: _state(admin, "g") == "RETAINED", "the group is retained")
@@ -124,7 +124,7 @@ def _state(admin: source.Source, name: str) -> str:
 
 
 def _waited_for(admin: source.Source) -> set[int]:
-    """World ranks of the group that others wait for."""
+    """Returns world ranks of the group that other ranks wait for."""
     ranks = [row for row in admin.ranks() if row["group"] == "g"]
     return {row["waiting_for"] for row in ranks if row["state"] in ("WAITING", "MEETING")}
 
@@ -148,7 +148,7 @@ def test_a_stopped_process_is_named_at_the_budget_and_learns_that_it_is_over(
         second.send(signal.SIGSTOP)
         stopped = time.monotonic()
         late = set(range(job.devices, 2 * job.devices))
-        # The board says so before the budget ends.
+        # The board reports it before the budget ends.
         wait_until(lambda: late & _waited_for(admin), "a rank is waited for")
         said = first.heard(30)
         assert said["kind"] == "OpTimeoutError", said
@@ -180,7 +180,7 @@ def test_a_group_closed_under_enqueued_steps_finishes_them_and_refuses_more(
     steps.group.close()
     assert time.monotonic() - closing < budget_s + KNOWN_WITHIN_S
     right = [_is_right_or_nan(steps, out) for out in started]
-    assert all(right) or layouts.TRIAL  # CPU devices refuse those that were not begun
+    assert all(right) or layouts.TRIAL  # CPU devices refuse calls that had not begun
     assert not any(_is_right_or_nan(steps, out) for out in _refused_or_started(steps, 5))
     with pytest.raises(ep.StaleHandleError):
         steps.group.check()
@@ -191,7 +191,7 @@ def test_a_group_closed_under_enqueued_steps_finishes_them_and_refuses_more(
 def test_a_compiled_program_goes_on_with_the_group_made_again(
     session: ep.Session, gpus: list[Any], program: str
 ) -> None:
-    """Also where XLA replays what it recorded for the closed one and asks nobody."""
+    """Covers graphs that XLA recorded for the closed group and replays without calling the host."""
     steps = gpu_steps.of(program, session, "again", gpus)
     for _ in range(gpu_steps.WARM_STEPS):
         steps.run()
@@ -203,16 +203,16 @@ def test_a_compiled_program_goes_on_with_the_group_made_again(
         for _ in range(gpu_steps.WARM_STEPS):
             steps.run()
     steps.group.close()
-    # With other settings the recorded programs find their own group closed, and that is told.
+    # With other settings the recorded programs find that their own group is closed, and report it.
     other = gpu_steps.Steps(session, "again", gpus, max_tokens_per_rank=2 * gpu_steps.TOKENS)
     assert not any(_is_right_or_nan(steps, out) for out in _refused_or_started(steps, 3))
-    with contextlib.suppress(ep.StaleHandleError):  # where one was replayed, the new group tells
+    with contextlib.suppress(ep.StaleHandleError):  # a replayed graph: the new group reports it
         other.group.check()
     other.run()
 
 
 def _refused_or_started(steps: gpu_steps.Steps, count: int) -> list[Any]:
-    """Steps after the close: a call of the host's is refused, a replayed graph starts."""
+    """Runs steps after the close: calls from the host are refused, but a replayed graph starts."""
     outs = []
     for _ in range(count):
         try:
@@ -224,7 +224,7 @@ def _refused_or_started(steps: gpu_steps.Steps, count: int) -> list[Any]:
 
 
 def _is_right_or_nan(steps: gpu_steps.Steps, out: Any) -> bool:
-    """True where all shards are right; others hold NaN, right values beside, or are refused."""
+    """True if all shards are right; others hold NaN next to right values, or are refused."""
     try:
         with ep.translate_errors():
             shards = steps.shards_of(jax.block_until_ready(out))

@@ -1,5 +1,6 @@
-"""What kernels make in one pass over the rows or weights: the bits of the passes that it stands
-for, and programs that hold it instead of them."""
+"""Kernels that replace several passes over rows or weights give the bits of those passes, and
+programs hold them instead.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def _calls(run: Any, *operands: Any) -> set[str]:
     return {name for name in _TARGETS if f'custom_call_target="{name}"' in text}
 
 
-# Every function in one form, every form of one function: gate and up as a pair, as halves, neither.
+# Every function in one form, and one function in every form: gate and up as a pair, as halves,
+# neither.
 _ACTIVATIONS = [
     *[(Activation(name, True, jnp.dtype("bfloat16")), (2, 72)) for name in sorted(ACTIVATIONS)],
     *[
@@ -184,7 +186,7 @@ def test_the_moe_block_holds_them_and_gives_the_same_bits(
 def test_weights_of_tokens_multiply_rows_once_they_are_dispatched(
     gpus: list[Any], session: ep.Session
 ) -> None:
-    """One expert per token: the same as tokens that are multiplied before."""
+    """With one expert per token, results equal those of tokens that are multiplied first."""
     mesh, tokens, hidden = Mesh(np.array(gpus), ("ep",)), 256, 256
     sizes = {"num_experts": 8, "hidden_size": hidden, "max_tokens_per_rank": tokens}
     group = session.create_group(

@@ -1,4 +1,4 @@
-"""Grouped GEMM of 8-bit recipes by the GPU kernels: against CPU, and inside of programs.
+"""Grouped GEMM of 8-bit recipes by the GPU kernels: against CPU, and inside programs.
 
 Both sides get the same quantized operands where numbers are compared closely.
 """
@@ -34,19 +34,19 @@ _RECIPES = {
 }
 _ON_GPUS = pytest.mark.skipif(TRIAL, reason="the calls are those of GPUs")
 _EACH = pytest.mark.parametrize("recipe", _RECIPES.values(), ids=_RECIPES)
-# Of the sum of magnitudes: the tensor cores keep some 13 bits of a stage's sums, bf16 has 8 of a
-# result.
+# Relative to the sum of magnitudes: tensor cores keep some 13 bits of a stage's sums, a bf16 result
+# has 8.
 _SUMS, _RESULT = 2e-3, 2.0**-8
-# Largest difference of a gradient's elements, of the largest one, and of the whole gradient's norm.
-# Three products in a row multiply what one 8-bit value rounded to its other neighbour changes: a
-# thousandth of noise in x changes up to 0.16 and 0.13 on CPU.
+# Largest error of a gradient's element relative to the largest element, and of its norm. One 8-bit
+# value that rounds to its other neighbour is enlarged by three products in a row: on CPU, noise of
+# a thousandth in x changes up to 0.16 and 0.13.
 _ONE, _THREE = (2.0**-4, 2.0**-4), (0.25, 0.2)
 _SHAPES = [((160, (256,)), "float32"), ((256, (2, 128)), "bfloat16"), ((32, (32,)), "bfloat16")]
 
 
 @functools.cache
 def _products(recipe: Any, out_dtype: str) -> Any:
-    """Forward, data gradient, weight gradient of one slab, of quantized operands."""
+    """Forward, data gradient and weight gradient of one slab, from quantized operands."""
     gemm = gemm_plain.Gemm(jnp.dtype(out_dtype))
 
     def run(lhs: Any, rhs: Any, bias: Any, grad: Any, sizes: Any) -> Any:
@@ -60,7 +60,7 @@ def _products(recipe: Any, out_dtype: str) -> Any:
 
 
 def _quantized(recipe: Any, lhs: Any, rhs: Any, grad: Any, sizes: Any) -> Any:
-    """On CPU: data that are alike everywhere, NaN in the slack of rows."""
+    """Quantizes on CPU, so that data are the same everywhere; rows past the last group are NaN."""
     with jax.default_device(jax.devices("cpu")[0]):
         counts = jnp.asarray(sizes)
         return (
@@ -71,7 +71,7 @@ def _quantized(recipe: Any, lhs: Any, rhs: Any, grad: Any, sizes: Any) -> Any:
 
 
 def _magnitudes(lhs: Any, rhs: Any, grad: Any, bias: Any, sizes: Any) -> Any:
-    """Sums of the products' magnitudes, in f64: what errors are measured by."""
+    """Sums of the products' magnitudes, in f64, as the measure of errors."""
     x, w, g = (np.abs(np.asarray(q.dequantize(), np.float64)) for q in (lhs, rhs, grad))
     w, g = w.reshape(*w.shape[:2], -1), g.reshape(len(g), -1)
     out, back, weights = np.zeros((len(x), w.shape[2])), np.zeros(x.shape), np.zeros(w.shape)
@@ -158,7 +158,7 @@ def test_products_are_those_of_cpu_for_any_sizes(
             np.testing.assert_array_equal(mine[kept], before[kept])
 
 
-# What follows runs whole programs.
+# The tests below run whole programs.
 _drawn = functools.partial(gemm_programs.drawn, 128)
 
 
@@ -177,7 +177,7 @@ def test_programs_give_what_they_give_on_cpu_every_time(
 
 
 def _compare(got: Any, want: Any, limits: tuple[float, float] = _ONE) -> None:
-    """Loss and gradients of x, kernel and bias; rows of the slack have zeros.
+    """Loss and gradients of x, kernel and bias; rows past the last group have zeros.
 
     A value between two 8-bit ones may be rounded to the other: single gradients differ by more
     than sums do.
@@ -196,7 +196,7 @@ def _compare(got: Any, want: Any, limits: tuple[float, float] = _ONE) -> None:
 @_EACH
 @pytest.mark.parametrize("mode", ["shard_map", "rule"])
 def test_spread_over_gpus(gpus: list[Any], mode: str, recipe: Any) -> None:
-    """Slabs and experts lie on all of them."""
+    """Slabs and experts are sharded over all GPUs."""
     product = functools.partial(multiply, recipe=recipe)
     want = graded(product)(*jax.device_put(_drawn(), jax.devices("cpu")[0]))
     _compare(spread(gpus, mode, product, _drawn()), want)

@@ -1,4 +1,4 @@
-"""Grouped GEMM by the GPU kernels: against f64, against CPU, and inside of programs."""
+"""Grouped GEMM by the GPU kernels: against f64, against CPU, and inside programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.gemm import kernels_16, kernels_32
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 
-# Of the largest value: the result's own rounding, and f32 sums in another order.
+# Relative to the largest value: the result's rounding, and f32 sums in another order.
 _ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 0.0}
 _SUMS = 1e-5
 _TYPES = [
@@ -86,7 +86,7 @@ def test_products_are_those_of_f64_for_any_sizes(gpus: list[Any], shape: Any, ty
 
 @pytest.fixture
 def tf32() -> Iterator[None]:
-    """The kernels of f32 operands; what was traced with them is forgotten."""
+    """Programs may use the kernels of f32 operands; the fixture forgets them after the test."""
     yield
     jax.clear_caches()
 
@@ -187,7 +187,7 @@ def _assert_near(got: Any, want: Any, tolerance: float, note: str = "") -> None:
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance, err_msg=note)
 
 
-# What follows runs whole programs.
+# The tests below run whole programs.
 _drawn = functools.partial(gemm_programs.drawn, 64)
 _PROGRAMS = {
     "plain": multiply,
@@ -205,7 +205,7 @@ def test_programs_give_what_they_give_on_cpu_every_time(gpus: list[Any], product
 
 
 def _compare(got: Any, want: Any) -> None:
-    """Loss and gradients of x, kernel and bias; rows of the slack have zeros."""
+    """Loss and gradients of x, kernel and bias; rows past the last group have zeros."""
     np.testing.assert_allclose(got[0], want[0], rtol=1e-2, atol=0.5)
     for name, mine, theirs in zip(("x", "kernel", "bias"), got[1], want[1], strict=True):
         largest = float(np.abs(np.asarray(theirs, np.float64)).max())
@@ -224,10 +224,10 @@ def test_compiled_programs_hold_the_calls_and_choose_nothing_at_run_time(gpus: l
 
 
 def test_other_buffers_than_those_that_were_captured(gpus: list[Any]) -> None:
-    """Addresses are in what a command buffer holds: new ones must get there."""
+    """A command buffer records addresses: new addresses must reach the kernels."""
     run = jax.jit(jax.grad(functools.partial(loss, multiply), argnums=(0, 1)))
     x, kernel, bias, sizes = _drawn()
-    x[np.isnan(x)] = 0  # other rows belong to groups each time
+    x[np.isnan(x)] = 0  # the rows that belong to groups differ each time
     kept = []
     for turn in range(8):
         scaled = kernel * np.asarray(turn + 1, jnp.bfloat16)
@@ -247,7 +247,7 @@ def test_spread_over_gpus(gpus: list[Any], mode: str) -> None:
 
 
 def test_known_layouts_and_a_weight_that_is_gathered(gpus: list[Any]) -> None:
-    """Without jit around: every device has its rows, all have shards of all kernels."""
+    """Without jit: every device has its rows, and all have shards of all kernels."""
     mesh = Mesh(np.array(gpus), ("fsdp",))
     x, kernel, bias, sizes = _drawn()
     kernel, bias = kernel[:2], bias[:2]

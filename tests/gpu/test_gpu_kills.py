@@ -1,4 +1,4 @@
-"""Processes with GPUs killed anywhere in a training step, over windows and in two domains.
+"""Kills processes with GPUs anywhere in a training step, over windows and in two domains.
 
 A dose is shared out among jobs, so that several may run at once (`pytest -n 4`): each has daemons
 of its own, and they share the GPUs.
@@ -21,7 +21,7 @@ from harness import DaemonProcess
 
 from ep_runtime_client.cli.daemon import source
 
-JOBS = 4  # more of them delay each other: a GPU runs its processes in turns
+JOBS = 4  # more processes delay each other: a GPU runs its processes in turns
 _LAYOUT = "one GPU each, visible alone"
 _SIZES = {"hidden": 64, "inner": 64}
 # A lane has room for experts' weights, and every rank has slots for copies of all experts.
@@ -93,7 +93,7 @@ def test_a_kill_in_a_step_of_two_domains_ends_the_others_with_its_name_and_saves
 
 
 def _formed_s() -> float:
-    """CUDA and NCCL start in the processes of one GPU one after the other."""
+    """CUDA and NCCL start one after the other in the processes that share a GPU."""
     return step_kills.FORMED_S * _jobs_on_a_gpu()
 
 

@@ -1,4 +1,4 @@
-"""Rows at the ends of what the kernels take: widths, many experts a token, opaque bytes."""
+"""Rows at the limits of the kernels: widths, many experts per token, opaque bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows in GPU memory that find no room: a clean error, and nothing is left behind."""
+"""GPU memory has no room for windows: a clean error, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _HIDDEN = 16384
 
 
 def _settings(ranks: int, window_bytes: int) -> dict[str, Any]:
-    """Of a group whose windows have about that size."""
+    """Arguments of a group whose windows have about that size."""
     lanes, row_bytes = 2, 4 * _HIDDEN
-    # Rows of the other ranks; of all ranks 8 bytes of a slot and a flag.
+    # Rows of the other ranks; 8 bytes of a slot and a flag for each rank.
     token_bytes = (ranks - 1) * row_bytes + ranks * (8 + 4)
     return {
         "num_experts": ranks,
@@ -74,7 +74,7 @@ def test_what_a_daemon_exports_is_memory_where_it_comes_back(gpus: list[Any]) ->
 
 
 def _windows(directory: Path) -> list[tuple[Any, ...]]:
-    """What the daemon holds of ready groups; empty while it knows of none."""
+    """Returns what the daemon holds for READY groups; empty if it has none."""
     with source.open_source(f"unix://{directory}", timeout_s=60.0) as admin:
         if any(row["state"] != "READY" for row in admin.groups()):
             return []

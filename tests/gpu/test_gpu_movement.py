@@ -17,12 +17,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 
-# Sums of a token's rows are taken in the reference's order; tanh of XLA differs between platforms.
+# A token's rows are summed in the reference's order; XLA's tanh differs between platforms.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2, "float16": 8e-3}
 
 
 def fitted(case: cases.Case, devices: int) -> cases.Case:
-    """The case on fewer devices, its rows a multiple of 16 bytes."""
+    """The case on fewer devices, with rows of a multiple of 16 bytes."""
     return dataclasses.replace(cases.fitted(case, devices), hidden=-(-case.hidden // 16) * 16)
 
 
@@ -69,7 +69,7 @@ def test_movement_on_gpus_equals_the_reference(
 def test_a_smaller_group_leaves_a_larger_one_its_shared_memory(
     session: ep.Session, gpus: list[Any]
 ) -> None:
-    """The limit of a kernel is one for all threads, and one device's program has its own thread."""
+    """All threads share a kernel's memory limit; the program of one device has its own thread."""
     large = fitted(cases.Case("large", num_experts=512), len(gpus))
     small = fitted(cases.Case("small", axes=(("ep", 1),), num_experts=4), 1)
     runs = []

@@ -1,4 +1,4 @@
-"""How soon `skew` names a slow process, and `status` one that has stopped, while the job steps."""
+"""Times how soon `skew` names a slow process, and `status` a stopped one, while the job steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness import eventually
 from ep_runtime_client.cli.daemon import source
 from ep_runtime_client.readers import tallies
 
-# The last process stays behind by the share of a step that the file says.
+# The last process is late by the share of a step that the file contains.
 _SCRIPT = """
 from pathlib import Path
 from gpu.jobs import gpu_steps
@@ -44,7 +44,7 @@ _pause = threading.Event()  # never set: waits of a given length
 
 
 def _named_after(admin: source.Source, within_s: float) -> tuple[float, tallies.Slow]:
-    """Seconds until looks at the boards of one interval name a rank, and what they say."""
+    """Returns seconds until reads of the boards name a rank, and their report."""
     started = time.monotonic()
     before = tallies.sample_boards(admin, "g", None)
     while time.monotonic() - started < within_s:
@@ -72,7 +72,7 @@ def test_a_slow_and_a_stopped_process_are_named(
         last = job.workers[-1]
         for share in (0.05, 0.5):
             if share < 0.5 and (layouts.RANKS or layouts.TRIAL):
-                continue  # steps of processes that share a GPU or cores differ by more
+                continue  # processes that share a GPU or cores have larger differences
             (tmp_path / "late").write_text(str(share))
             seconds, slow = _named_after(admin, SLOW_WITHIN_S)
             assert (slow.world_rank, slow.layer) == (job_gpus - 1, "moe/0")

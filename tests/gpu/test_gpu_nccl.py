@@ -1,4 +1,4 @@
-"""Rows over NCCL communicators that the runtime bootstrapped: one daemon, and two as two nodes."""
+"""Rows over the runtime's NCCL communicators: with one daemon, and with two as two nodes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ KNOWN_WITHIN_S = 2.0
 READY_WITHIN_S = 5.0
 STEPS = 2000
 JOINED = 3  # CLUSTER_LINK_JOINED
-# Multicast is not everywhere, and NCCL sets it up unasked.
+# Multicast is not available everywhere, but NCCL sets it up by default.
 _NCCL = {"NCCL_NVLS_ENABLE": "0", "TEST_GPU_TRANSPORT": "nccl"}
-# Two domains of one host: sockets between them, as between hosts.
+# Two domains on one host: they use sockets, as hosts do.
 _APART = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", **_NCCL}
 
 
@@ -94,7 +94,7 @@ def test_a_large_layer_gives_the_bits_that_it_gives_over_windows(
         np.testing.assert_array_equal(got[0][slab, :used], want[0][slab, :used])
     for name, a, b in zip(("weights", "sizes", "out"), got[1:4], want[1:4], strict=True):
         np.testing.assert_array_equal(a, b, err_msg=name)
-    for a, b in zip(got[4:], want[4:], strict=True):  # products of whole rows: another order
+    for a, b in zip(got[4:], want[4:], strict=True):  # products of whole rows have another order
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-2)
 
 
@@ -184,7 +184,7 @@ _ONE = "one process"
 def test_steps_go_on_while_nccl_starts_beside_them(
     several_gpus: int, address: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step's kernels wait for their peers' while NCCL, new in its process, loads its own."""
+    """A step's kernels wait for peers, while NCCL in a new process still loads its kernels."""
     if layouts.TRIAL:
         pytest.skip("CPU devices have no communicators")
     monkeypatch.setitem(layouts.LAYOUTS, _ONE, (1, "local_device_ids"))
@@ -222,7 +222,7 @@ def test_several_processes_equal_the_reference(
 
 @pytest.fixture
 def nodes(daemon_process: Any) -> Iterator[list[DaemonProcess]]:
-    """Two daemons of one cluster, which see the same GPUs."""
+    """Starts two daemons of one cluster, which see the same GPUs."""
     address = place()
     made = []
     for name, role in (("a", "--coordinator"), ("b", "--join")):
@@ -273,7 +273,7 @@ _NARROW = "from ep_runtime import device_layout; device_layout.LEAST_SOURCES = 1
 
 @pytest.fixture
 def narrow_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lanes of daemons, and of jobs that begin with _NARROW, are as narrow as top_k allows."""
+    """Daemons, and jobs whose names begin with _NARROW, make lanes as narrow as top_k allows."""
     (tmp_path / "sitecustomize.py").write_text(_NARROW)
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -292,7 +292,7 @@ hear()
 def test_two_domains_whose_lanes_lack_room_for_all_rows(
     several_gpus: int, narrow_lanes: None, nodes: list[DaemonProcess]
 ) -> None:
-    """Rows go in parts, and sums of one node's tokens after the other's, also all to one rank."""
+    """Rows cross in chunks, and sums node by node, even if all go to one rank."""
     if several_gpus < 4:
         pytest.skip("nodes of one rank have no lanes")
     with two_domains(_LANES, nodes, several_gpus, _TWO, EP_RUNTIME_DEBUG="1") as job:
@@ -335,7 +335,7 @@ hear()
 
 
 def _kill_one(job: Job, victim: int) -> int:
-    """Kills a process of a job while all step: the others know in time. Their generation."""
+    """Kills a process while all step: the others know in time. Returns their generation."""
     generation = int(job.heard(120)[0]["generation"])
     job.tell("loop")
     assert job.heard() == [{"looping": True}] * job.processes
@@ -345,7 +345,7 @@ def _kill_one(job: Job, victim: int) -> int:
         if worker.index != victim:
             said = worker.heard(30)
             assert said["kind"] == "PeerLostError", said
-            if not layouts.TRIAL:  # gloo knows no process
+            if not layouts.TRIAL:  # gloo does not name a process
                 elsewhere = f"the process of rank {victim}, on another node," in said["text"]
                 assert elsewhere or str(job.workers[victim].pid) in said["text"], said
             assert said["ended"] - killed < KNOWN_WITHIN_S, said
@@ -353,7 +353,7 @@ def _kill_one(job: Job, victim: int) -> int:
 
 
 def _victim(turn: int, job: Job) -> int:
-    """Never process 0, whose end ends jax.distributed and all others with it."""
+    """Never kills process 0, whose end would end jax.distributed and all others."""
     return 1 + turn % (job.processes - 1)
 
 

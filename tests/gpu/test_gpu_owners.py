@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(TRIAL, reason="CPU devices have no memory of the
 MARK = 0x5A
 FREE_S, FREE_MIB = 30.0, 64
 SPEC = make_spec("owned", ranks=1, transport="nvlink", retain_s=60.0)
-# A window of about a GiB, of what slots need: a rank alone stages no rows.
+# A window of about a GiB, filled by slots, because a single rank stages no rows.
 LARGE = make_spec(
     "large",
     ranks=1,
@@ -45,7 +45,7 @@ class Owner:
         return self.process.do("call", "gpu.jobs.gpu_memory", name, *arguments)
 
     def map(self, spec: Any) -> Any:
-        """The group, with its window mapped."""
+        """Makes the group and maps its window."""
         answer = self.client.create(spec, uuids=gpu_uuids())
         self.client.fetch(answer.group)
         self.do("map_window")
@@ -59,7 +59,7 @@ class Owner:
 
 
 def gpu_uuids() -> list[str]:
-    """Of the one GPU of these groups."""
+    """Returns the UUID of the one GPU of these groups, in a list."""
     return [native.library("cuda").devices()[0]]
 
 
@@ -85,7 +85,7 @@ def gpu_daemon(gpus: list[Any], daemon_process: Any) -> DaemonProcess:
 def test_a_kernel_of_a_killed_process_writes_nothing_once_the_memory_is_another_s(
     gpu_daemon: DaemonProcess, dose: int, record_property: Record
 ) -> None:
-    """The owner dies under a kernel that would write for a minute more."""
+    """The owner dies while its kernel would write for another minute."""
     last_writes, retained = [], []
     heir, owner = Owner(gpu_daemon), Owner(gpu_daemon)
     for number in range(dose):
@@ -103,7 +103,7 @@ def test_a_kernel_of_a_killed_process_writes_nothing_once_the_memory_is_another_
         owner.process.kill()
         owner.client.close()
         if number < dose - 1:
-            owner = Owner(gpu_daemon)  # and a second passes, or more
+            owner = Owner(gpu_daemon)  # and at least a second passes
         assert heir.do("word") == last
         assert heir.do("holds", MARK)
         heir.leave(answer.group)
@@ -121,7 +121,7 @@ def test_memory_outlives_the_daemon_that_made_it_and_goes_back_to_the_gpu(
     dose: int,
     record_property: Record,
 ) -> None:
-    """The daemon that exported it is killed, a process keeps it, and a third one reads it."""
+    """The exporting daemon is killed, one process keeps the memory, and a third reads it."""
     assert board.window_bytes(LARGE) > 1 << 30
     slowest_s, daemon = 0.0, gpu_daemon
     reader = Owner(daemon)

@@ -1,4 +1,4 @@
-"""Gate and up kept apart on a GPU: the bits of the one array, and no copy of the weights."""
+"""Separate gate and up on a GPU: the bits of one joined array, without copying the weights."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import ep_runtime as ep
 
 EXPERTS, ROWS, K = 8, 320, 160
 SIZES = np.int32([[5, 0, 40, 3], [130, 1, 0, 140]])
-# M: of whole tiles, of tiles that both halves share, of halves inside a tile, and copied ones.
+# M: whole tiles, tiles that both halves share, halves inside a tile, and copied halves.
 WIDTHS = (256, 192, 64, 96)
 
 
 def draw(half: int, dtype: str) -> tuple[Any, ...]:
-    """lhs, rhs [E, K', 2, M], bias, grad; rows of the slack are NaN."""
+    """lhs, rhs [E, K', 2, M], bias, grad; rows past the last group are NaN."""
     rng = np.random.default_rng(half)
     shapes = [(2, ROWS, K), (EXPERTS, K, 2, half), (EXPERTS, 2, half), (2, ROWS, 2, half)]
     lhs, rhs, bias, grad = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)

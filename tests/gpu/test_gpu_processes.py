@@ -35,7 +35,7 @@ hear()
 def _done(
     layout: str, names: list[str], gpus: int, script: str = _SCRIPT, **environment: str
 ) -> Iterator[None]:
-    """A job that has run the cases, and has not ended yet."""
+    """A job that has run the cases and has not ended."""
     with layouts.job(
         script,
         layout,
@@ -58,7 +58,7 @@ def _run(layout: str, names: list[str], gpus: int, address: str, script: str = _
 def test_movement_by_several_processes_equals_the_reference(
     job_gpus: int, address: str, part: int
 ) -> None:
-    """Each layout takes some of the cases; the test below takes all, for minutes."""
+    """Each layout runs some of the cases; the test below runs all, for minutes."""
     names = [*_IN_ALL, *[name for name in _NAMES if name not in _IN_ALL][part::8]]
     _run([*layouts.LAYOUTS][part], names, job_gpus, address)
 

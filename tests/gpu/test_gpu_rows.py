@@ -1,4 +1,4 @@
-"""Activation, quantization and moves of rows by the GPU kernels: what CPU gives, in any program."""
+"""Activation, quantization and moves of rows by the GPU kernels equal CPU's, in any program."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ep_runtime_client.ops.quantize.formats.tiles import bits
 from ep_runtime_client.ops.transports import fp8_sums, nodes
 
 _AGAIN = 10
-# Of what a value is made of: its own rounding, and f32 arithmetic.
+# Relative to the operands: the result's rounding, and f32 arithmetic.
 _ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 0.0}
 _F32 = 1e-5
 _TARGETS = (
@@ -43,12 +43,12 @@ _USED = np.arange(_ROWS) < _SIZES.sum(1, keepdims=True)
 
 
 def _both(gpus: list[Any], run: Any, *operands: Any) -> tuple[Any, Any]:
-    """What `run` gives on a GPU, the same every time, and on CPU."""
+    """Returns the results of `run` on a GPU, the same every time, and on CPU."""
     cpu = jax.devices("cpu")[0]
     compiled = jax.jit(run)
     given = jax.device_put(operands, gpus[0])
     got = jax.block_until_ready(compiled(*given))
-    for _ in range(_AGAIN):  # replays what was captured
+    for _ in range(_AGAIN):  # replays the captured graph
         again = compiled(*given)
     jax.tree.map(_same_bits, jax.block_until_ready(again), got)
     return got, compiled(*jax.device_put(operands, cpu))
@@ -83,7 +83,7 @@ def _with_slack(x: Any) -> Any:
     return x
 
 
-# Every function in one type, every type and form of one function.
+# Every function in one type, and one function in every type and form.
 _ACTIVATIONS = [
     *[(Activation(name, True, jnp.dtype("bfloat16")), True) for name in sorted(ACTIVATIONS)],
     *[
@@ -127,7 +127,7 @@ _RECIPES = {
 
 
 def _odd_values(seed: int, *shape: int, dtype: str) -> Any:
-    """Of very different sizes, some of them zeros, tiny, infinite or NaN."""
+    """Draws values of very different sizes, some zero, tiny, infinite or NaN."""
     rng = np.random.default_rng(seed)
     most = 8 if dtype == "float16" else 100
     x = rng.standard_normal(shape) * 2.0 ** rng.integers(-most, most, (*shape[:-1], 1))
@@ -164,13 +164,13 @@ def test_quantized_rows_are_those_of_cpu_bit_by_bit(gpus: list[Any], recipe: Any
 
 
 def _drawn_layout(seed: int) -> tuple[Any, int, int]:
-    """Sizes [3, S, L] of three calls, rows of a slab and a width, all drawn."""
+    """Draws sizes [3, S, L] of three calls, rows of a slab and a width."""
     rng = np.random.default_rng(seed)
     alignment = 1 << rng.integers(6)
     slabs, groups = (1, 200) if seed == 4 else (rng.choice([1, 2, 3]), rng.integers(1, 13))
     sizes = rng.integers(0, 40, (3, slabs, groups)) // alignment * alignment
     sizes[rng.random(sizes.shape) < 1 / 3] = 0
-    # In half of them the last groups have more rows than there are.
+    # In half of the cases the last groups have more rows than fit.
     rows = max(1, sizes.sum(-1).max() + rng.integers(60) - (10 if seed % 2 else 0))
     rows = -(-rows // 32) * 32 if seed % 3 == 0 else rows  # as MXFP8 needs
     return sizes.astype(np.int32), int(rows), int(32 * rng.integers(1, 13) + 8 * (seed % 3))
@@ -201,7 +201,7 @@ def test_any_layout_of_rows_is_that_of_cpu(gpus: list[Any], seed: int) -> None:
                 one = quantized_plain.forward(fused, *operands)
                 pairs.append((one, quantize_plain.quantize_rows(recipe, out, sizes, **options)))
 
-        def in_zones(x: Any) -> Any:  # other rows of `one` are undefined
+        def in_zones(x: Any) -> Any:  # the other rows of `one` are undefined
             return jnp.where(used[..., None], x, 0) if x.shape[:2] == used.shape else x
 
         exact, pairs = jax.tree.map(bits, (exact, pairs))
@@ -239,7 +239,7 @@ def test_sums_of_8_bits_are_those_of_cpu_bit_by_bit(
     assert TRIAL or _calls(run, sums, slot_row) == wanted
     (scaled, got), (scaled_on_cpu, want) = _both(gpus, run, sums, slot_row)
     jax.tree.map(_same_bits, scaled, scaled_on_cpu)
-    # A NaN has a sign of its own on each.
+    # The sign of a NaN differs between CPU and GPU.
     np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (got, want)))
 
 
@@ -342,13 +342,13 @@ def test_gradients_of_a_bias_are_those_of_cpu(gpus: list[Any], dtype: str) -> No
         _near(found, meant, 30)
 
 
-# What follows runs programs around the kernels: rows [R, C, H], two experts a slab.
+# The tests below run programs around the kernels: rows [R, C, H], two experts per slab.
 _RANKS = 4
 _GROUPS = np.int32([[5, 80], [0, 33], [96, 0], [0, 0]])
 
 
 def _layer(x: Any, wi: Any, wo: Any, sizes: Any) -> Any:
-    """Both matmuls of the experts, in FP8, and what is between them."""
+    """Both matmuls of the experts in FP8, and the activation between them."""
     recipe = recipes.BlockScaling()
     hidden = ep.grouped_gemm(x, wi, sizes, recipe=recipe)
     static = Activation("silu", True, jnp.dtype(jnp.bfloat16))
@@ -375,7 +375,7 @@ _activated.defvjp(
 
 
 def _scanned(x: Any, wi: Any, wo: Any, sizes: Any) -> Any:
-    """Three times in a row, with remat."""
+    """Three calls in a row, with remat."""
 
     def step(x: Any, scale: Any) -> Any:
         return jnp.tanh(x + _layer(x, wi * scale, wo, sizes)), None
@@ -397,7 +397,7 @@ def _operands() -> tuple[Any, ...]:
 
 
 def _compare(got: Any, want: Any) -> None:
-    # Values next to a rounding border may fall on either side of it, far from each other in FP8.
+    # Values near a rounding border may round to either side, which FP8 puts far apart.
     np.testing.assert_allclose(got[0], want[0], rtol=2e-2, atol=2.0)
     for name, mine, theirs in zip(("x", "wi", "wo"), got[1], want[1], strict=True):
         mine, theirs = (np.asarray(x).astype(np.float64) for x in (mine, theirs))
@@ -443,7 +443,7 @@ def test_spread_over_gpus(gpus: list[Any], mode: str) -> None:
 
 
 def test_other_buffers_than_those_that_were_captured(gpus: list[Any]) -> None:
-    """Addresses are in what a command buffer holds: new ones must get there."""
+    """A command buffer records addresses: new addresses must reach the kernels."""
     recipe = recipes.MXFP8()
 
     @jax.jit

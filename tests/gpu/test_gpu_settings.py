@@ -41,7 +41,7 @@ def make_group(session: ep.Session, gpus: list[Any], **settings: Any) -> ep.Grou
 
 
 def round_trip(group: ep.Group, topk_idx: Any) -> Any:
-    """Tokens of ones there and back; each comes back as often as it has slots."""
+    """Sends tokens of ones there and back; each returns as the number of its slots."""
     layer = group.register_layer("moe", top_k=2)
     sharding = NamedSharding(group.mesh, PartitionSpec("ep"))
 
@@ -79,7 +79,7 @@ def test_more_sms_than_the_gpu_has_are_refused_with_both_numbers(
 
 @pytest.fixture
 def mps(tmp_path: Path, gpus: list[Any]) -> Iterator[dict[str, str]]:
-    """The environment of processes that share GPUs through MPS."""
+    """Environment of processes that share GPUs through MPS."""
     control = shutil.which("nvidia-cuda-mps-control")
     if layouts.TRIAL or control is None:
         pytest.skip("no nvidia-cuda-mps-control here")
@@ -105,7 +105,7 @@ def test_a_share_of_the_sms_is_enough_or_refused_with_both_numbers(
 
 
 def move_rows() -> None:
-    """In a process of its own, on all SMs that it may use: both kinds of calls' grids."""
+    """Child process: runs the grids of both kinds of calls on all SMs that it may use."""
     gpus = jax.devices("gpu")
     with ep.connect("embedded", timeout_s=_LIMIT_S) as session:
         group = make_group(session, gpus, retain_s=0)

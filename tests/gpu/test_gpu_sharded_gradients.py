@@ -1,4 +1,5 @@
-"""Gradients of weights over two processes with a GPU each: the same bits by every call, and right.
+"""Gradients of weights over two processes with one GPU each: right, and the same bits by every
+call.
 
 Every row of the table of sharding rules, of two devices: fsdp, or tp, is the axis between them.
 """

@@ -1,4 +1,4 @@
-"""Weights over fsdp, ep and tp on two or four GPUs: what their gradients move, and their values.
+"""Weights over fsdp, ep and tp on two or four GPUs: collectives of gradients, and values.
 
 Rows of the table of sharding rules on both meshes, under plain jit: nothing but the arrays says
 how weights lie. Collectives are counted in the compiled program, values compared with one GPU.
@@ -36,8 +36,8 @@ RECIPES: dict[str, Any] = {
     "BlockScaling": ep.recipes.BlockScaling(),
     "MXFP8": ep.recipes.MXFP8(),
 }
-# Axes of the mesh, weight, and kinds that forward and backward may cause without a recipe. One with
-# a single scale for each group adds the sums of amax.
+# Axes of the mesh, weight, and collectives allowed in forward and backward without a recipe. A
+# recipe with one scale per group adds the reduction of amax.
 LAYOUTS: dict[str, tuple[tuple[str, str], tuple[Any, ...], set[str]]] = {
     "fsdp on K'": (FSDP_EP, ("ep", "fsdp"), {GATHER, SCATTER}),
     "fsdp on N'": (FSDP_EP, ("ep", None, "fsdp"), {GATHER, SCATTER}),
@@ -46,7 +46,7 @@ LAYOUTS: dict[str, tuple[tuple[str, str], tuple[Any, ...], set[str]]] = {
     "tp on N'": (EP_TP, ("ep", None, "tp"), {SUM}),
     "tp on K'": (EP_TP, ("ep", "tp"), {SUM}),
 }
-# Of the larger of both: sums are taken in f32 of products of bf16 or 8-bit values.
+# Relative to the larger of both: sums are in f32, of products of bf16 or 8-bit values.
 TOLERANCE = 0.02
 
 
@@ -121,7 +121,7 @@ def test_a_matmul_moves_its_weight_and_nothing_else(
     compiled = jax.jit(lambda *args: step(place.layer, *args)).lower(*operands).compile()
     moved = {kind for kind, _ in collectives.count(compiled)}
     assert kinds <= moved <= kinds | ({SUM} if recipe == "TensorScaling" else set())
-    # No row moves: all gathers together bring the weight's shards, twice, in the recipe's bytes.
+    # No row moves: all gathers together move the weight's shards twice, in the recipe's bytes.
     if GATHER in kinds:
         whole = groups * K * N
         most = 2 * whole * (2 if recipe == "bf16" else 1.05)
@@ -133,7 +133,7 @@ def test_a_matmul_moves_its_weight_and_nothing_else(
     assert got[2].sharding.is_equivalent_to(NamedSharding(place.group.mesh, spec), 3)
     used = np.arange(ROWS) < sizes.sum(-1)[:, None]
     for name, *arrays in zip(("out", "d_lhs", "d_rhs"), got, again, want, strict=True):
-        rows = used if name != "d_rhs" else ...  # past the last group they are undefined
+        rows = used if name != "d_rhs" else ...  # rows past the last group are undefined
         mine, repeated, theirs = (np.asarray(array, np.float32)[rows] for array in arrays)
         np.testing.assert_array_equal(repeated, mine, err_msg=name)
         close(mine, theirs, name)

@@ -1,4 +1,4 @@
-"""Programs as people write them: through windows in GPU memory, and through XLA's collectives."""
+"""Programs as users write them, through windows in GPU memory and XLA's collectives."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_programs_give_what_they_give_over_collectives(
         run = program(both[0])
         got = jax.block_until_ready(run(*operands))
         want = program(both[1])(*operands)
-        for _ in range(_AGAIN):  # replays what was captured; the precision names the program
+        for _ in range(_AGAIN):  # replays the captured graph; the precision names the program
             again = run(*operands)
     for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
@@ -95,7 +95,7 @@ def test_scanned_layers_give_what_layers_in_a_row_give(gpus: list[Any], recipe: 
         x = jax.random.normal(jax.random.key(3), (tokens * len(gpus), hidden))
 
         def layer(index: Any, x: Any, own: Any) -> Any:
-            # What routers read stays f32: tokens whose experts nearly tie stay with theirs.
+            # Routers read f32, so tokens whose experts nearly tie keep their experts.
             y, _ = ep.moe(stack[index], x, own, recipe=recipe, compute_dtype=jnp.bfloat16)
             return x + y
 

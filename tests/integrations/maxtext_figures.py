@@ -34,12 +34,12 @@ from ep_runtime_client.cli import render, tables
 
 STEPS = Path(__file__).with_name("maxtext_steps.py")
 WARM_STEPS = 3
-_OLD_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX refuses it beside its new name
+_OLD_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX refuses it together with its new name
 LONGEST = 200  # characters of an error
 GIB = 2**30
 FUSED = "--xla_gpu_experimental_use_ragged_dot_fusion=true"  # cuDNN 9.22; without it, the same
-# MaxText's ring gives its products the groups of all experts and an offset, which its TPU kernels
-# alone understand: ragged_dot refuses them. With a bounded buffer it gives them those of a device.
+# MaxText's ring passes groups of all experts and an offset to its products. Only its TPU kernels
+# support that; ragged_dot refuses it. With a bounded buffer it passes those of a device.
 RING = {"use_ring_of_experts": True, "use_ragged_sort": True, "ragged_buffer_factor": 1.5}
 
 
@@ -140,7 +140,8 @@ class Machine(NamedTuple):
         return {
             "CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[: self.devices]),
             "XLA_FLAGS": flags,
-            # All at once, so that no path fails for memory in pieces; ours has some beside XLA's.
+            # Allocated at once, so that no path fails on fragments; ours needs some memory besides
+            # XLA's.
             "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
             "XLA_CLIENT_MEM_FRACTION": "0.9",
         }

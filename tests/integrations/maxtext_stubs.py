@@ -25,7 +25,7 @@ DASHBOARDS = (
     "tensorboard_plugin_profile tensorboardX xprof"
 )
 _NAMES = frozenset((*PIPELINES.split(), *DASHBOARDS.split()))
-# A namespace that others share: protobuf is in it.
+# Other packages share this namespace: protobuf is in it.
 _GOOGLE = tuple(
     f"google.{name}"
     for name in ("api", "auth", "cloud", "iam", "logging", "longrunning", "oauth2", "rpc")

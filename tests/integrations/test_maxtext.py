@@ -45,7 +45,7 @@ COMMON: dict[str, Any] = {
     "attention": "dot_product",
     "override_model_config": True,
     "remat_policy": "full",
-    "sharding_tolerance": 1.0,  # of small models much is whole
+    "sharding_tolerance": 1.0,  # small models leave much unsharded
     "decoder_block": "mixtral",
     "base_emb_dim": 64,
     "base_num_query_heads": 4,
@@ -71,7 +71,7 @@ COMMON: dict[str, Any] = {
 }
 DEEPSEEK = {
     "model_name": "deepseek3-test",
-    "decoder_block": None,  # the model says it
+    "decoder_block": None,  # the model's config sets it
     "head_dim": None,
     "base_num_decoder_layers": 3,
     "first_num_dense_layers": 1,
@@ -136,7 +136,7 @@ CASES: dict[str, dict[str, Any]] = {
         "per_device_batch_size": 4,
         "num_pipeline_microbatches": 2,
         "num_layers_per_pipeline_stage": 1,
-        "load_balance_loss_weight": 0.0,  # its pipeline does not carry that loss
+        "load_balance_loss_weight": 0.0,  # its pipeline does not return that loss
         "init_weights_seed": 1,  # with seed 0 rounding grows to 3e-6 of the loss in ten steps
     },
     "bf16": {"dtype": "bfloat16"},
@@ -254,14 +254,14 @@ def test_losses_are_those_of_maxtext(patched: Path, tmp_path: Path, case: str) -
     for ours in (False, True):
         out = tmp_path / str(ours)
         out.mkdir()
-        # Ours takes the place of either path.
+        # Our path can replace each of MaxText's.
         paths = {"ep_runtime": ours, "sparse_matmul": ours}
         of_both.append(losses(patched, out, {**CASES[case], **paths}))
     stock, mine = of_both
     trained = stock["learning/loss"]
     evaluates = "eval_interval" in CASES[case]
     assert bool(stock["eval/avg_loss"]) == evaluates
-    # Its file of figures begins anew with every evaluation.
+    # Every evaluation starts the file of figures again.
     assert len(trained) == COMMON["steps"] or evaluates
     assert trained[-1] < trained[0]
     tolerance = 1e-3 if "dtype" in CASES[case] else 1e-6

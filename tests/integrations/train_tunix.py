@@ -169,7 +169,7 @@ def replay(settings: dict[str, Any]) -> dict[str, Any]:
             old_per_token_logps=None,
         )
         algorithm = grpo_learner.GRPOConfig(num_generations=4, beta=0.0)
-        algorithm.temperature = 1.0  # which the learner sets
+        algorithm.temperature = 1.0  # the learner sets them
 
         def loss(model: qwen3.Qwen3) -> jax.Array:
             return algo_core.grpo_loss_fn(model, example, algorithm, 0, 1)[0]
@@ -201,7 +201,7 @@ def main(settings: dict[str, Any]) -> None:
     config = make_config(settings)
     if session is not None:
         page_names()["register"](session, config, mesh, BATCH * LENGTH)
-    with mesh:  # where tunix looks for it
+    with mesh:  # tunix looks for it there
         model = make_model(config)
         if settings["lora"]:
             rules = qwix.LoraProvider(module_path=".*(q_proj|o_proj|router)", rank=4, alpha=8.0)
@@ -214,7 +214,7 @@ def main(settings: dict[str, Any]) -> None:
             max_steps=10,
             gradient_accumulation_steps=accumulated if accumulated > 1 else None,
         )
-        # Adam makes a whole step of a gradient that is nothing but rounding.
+        # Adam turns a gradient of mere rounding errors into a full step.
         optimizer = optax.sgd(0.02, momentum=0.9)
         trainer = peft_trainer.PeftTrainer(model, optimizer, chosen)
         trainer = trainer.with_gen_model_input_fn(model_input)

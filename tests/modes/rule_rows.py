@@ -67,7 +67,7 @@ ROWS = {
     "experts over ep and fsdp, one scale each": Row(
         DP_FSDP_EP,
         (("ep", "fsdp"),),
-        # Scales come along; amax of rows and of their gradient; the sum of d_w over dp.
+        # Scales are gathered too; amax of rows and of their gradient; the sum of d_w over dp.
         {(GATHER, "u8"): 2, (GATHER, "f32"): 2, (SUM, "f32"): 3, (SCATTER, "f32"): 1},
         recipes.TensorScaling(),
     ),
@@ -93,7 +93,7 @@ ROWS = {
     "a pair, fsdp on K' and tp on M": Row(
         NO_EP,
         (None, "fsdp", "tp"),
-        # What moves of the one array, as halves; d_x over tp; d_bias and both of d_w over dp.
+        # The collectives of one array, as halves; d_x over tp; d_bias and both of d_w over dp.
         {(GATHER, "f32"): 4, (SUM, "f32"): 4, (SCATTER, "f32"): 2},
         n=(2, 8),
         bias=True,
@@ -102,7 +102,7 @@ ROWS = {
     "a pair, one scale each": Row(
         NO_EP,
         (None, "fsdp", "tp"),
-        # Gathered as one array, as it is quantized.
+        # Gathered as one array, because it is quantized as one.
         {(GATHER, "u8"): 2, (SUM, "f32"): 6, (SCATTER, "f32"): 2},
         recipes.TensorScaling(),
         n=(2, 8),

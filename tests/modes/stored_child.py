@@ -26,8 +26,8 @@ import ep_runtime as ep
 
 SPEC = PartitionSpec(("dp", "ep"))
 CAPACITY = 64
-# Rows of every variant have the same shape: only names and specs tell the programs apart. The first
-# ones are compiled as well.
+# All variants have rows of the same shape: only names and specs tell programs apart. The first
+# variants are compiled as well.
 COMPILED = ("base", "alignment")
 VARIANTS: dict[str, dict[str, Any]] = {
     "base": {},

@@ -47,7 +47,7 @@ def test_operands_that_lie_elsewhere_are_named_with_the_op(group: fakes.LocalGro
     rest = put(group, SPLIT, idx, weights)
     by_hidden = put(group, P(None, "ep"), x)
     direct = ep.explain(lambda *args: loss(layer, *args), *by_hidden, *rest)
-    # The partitioner may name the reshard after what made the operand.
+    # The partitioner may name the reshard after the op that made the operand.
     after = ep.explain(lambda x, *args: loss(layer, jnp.tanh(x) * 2, *args), *by_hidden, *rest)
     assert found(direct) == found(after) == [("all-to-all", "dispatch", "reshard")]
     assert direct.collectives[0].layer == "blocks.3.moe"
@@ -179,7 +179,7 @@ def test_processes_on_cpu_add_up_whole_gradients(
         outer_axes="fsdp",
         transport="xla",
         partitioning=partitioning,
-        num_experts=16,  # no other test has traced it
+        num_experts=16,  # no other test traces it
     )
     layer, weight = group.register_layer("moe", top_k=2), P("ep", "fsdp")
     options = {"rhs_spec": weight} if partitioning == "shard_map" else {}

@@ -140,7 +140,7 @@ def test_explicit_and_auto_axes_in_one_mesh(make_group: fakes.MakeGroup) -> None
             assert_close(run(*operands), np.sin(meant(x, weights)))
             grads = grads_of(lambda *args, layer=layer: loss(layer, *args))
             assert_close(grads(*operands), meant_grads(x, weights))
-        # What is typed with the minor axis alone, JAX itself moves: the rows' tanh, for one.
+        # JAX itself moves arrays typed with the minor axis alone: the rows' tanh, for one.
         assert kinds[0] == AxisType.Auto or collectives(run) == []
 
 
@@ -174,7 +174,7 @@ def test_inside_a_region_of_an_explicit_mesh(
         run = jax.jit(mapped).lower(*operands).compile()
         assert_close(run(*operands), np.sin(meant(x, weights)))
         assert_close(grads_of(mapped)(*operands), meant_grads(x, weights))
-    # Below 0.12 JAX gathers operands and result at the borders of any such region, ours or not.
+    # Below 0.12 JAX gathers operands and result at the border of any such region.
     assert collectives(run) in ([], ["all-gather"] * 4)
 
 
@@ -183,7 +183,7 @@ THREE = {"axes": {"dp": 2, "fsdp": 2, "ep": 2}, "outer_axes": ("dp", "fsdp")}
 TP = {"axes": {"dp": 2, "ep": 2, "tp": 2}, "outer_axes": "dp"}
 ONE = {"axes": {"dp": 1, "ep": 1}, "outer_axes": "dp", "max_tokens_per_rank": 32}
 PAIR = {"axes": {"dp": 2, "a": 2, "b": 2}, "outer_axes": "dp", "ep_axis": ("a", "b")}
-# Group settings, manual axes, how the user's specs and the whole batch lie, R inside.
+# Group settings, manual axes, sharding of the user's specs and of the whole batch, R inside.
 REGIONS = {
     "dp manual": (DP_EP, {"dp"}, P("dp"), P(("dp", "ep")), 4),
     "ep manual": (DP_EP, {"ep"}, P("ep"), P(("ep", "dp")), 2),
@@ -205,7 +205,7 @@ REGIONS = {
     "ep of two axes": (PAIR, {"dp"}, P("dp"), P(("dp", "a", "b")), 4),
     "half of ep manual": (PAIR, {"dp", "a"}, P(("dp", "a")), P(("dp", "a", "b")), 2),
 }
-# By JAX's check of what varies over manual axes.
+# Uses JAX's check of values that vary over manual axes.
 UNCHECKED = {
     "ep manual",
     "one outer axis manual",
@@ -245,7 +245,7 @@ def test_values_and_gradients_in_a_region(make_group: fakes.MakeGroup, name: str
     assert collectives(run) == []
     grads = grads_of(region(group, manual, spec, check, local)).lower(*operands).compile()
     assert_close(grads(*operands), meant_grads(x, weights))
-    # Without the check JAX sums the gradients of what it cannot know to be replicated.
+    # Without the check JAX sums gradients of values that it cannot prove to be replicated.
     assert collectives(grads) == ([] if check or "tp" not in manual else ["all-reduce"])
 
 

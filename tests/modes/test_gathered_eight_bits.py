@@ -103,7 +103,7 @@ def test_a_step_gathers_bytes_and_quantizes_no_weight(mode: str, recipe: Any) ->
         once, params8 = programs.quantized()
         step, got = programs.step(params8)
         jax.tree.map(np.testing.assert_array_equal, got, want)
-        # What the recipe's program moves is moved by one of the two: amax once, bytes each step.
+        # Each collective of the recipe's program is in one of the two: amax once, bytes each step.
         moved = collectives.count(step) + collectives.count(once)
         assert moved == collectives.count(by_recipe)
         for kind in ("all-gather", "reduce-scatter"):
@@ -133,7 +133,7 @@ def test_what_is_gathered_is_half_of_bf16() -> None:
 
 
 def test_in_a_shard_map_weights_are_quantized_as_they_lie() -> None:
-    programs = Programs("manual", TENSOR)  # whose amax is over the manual axes
+    programs = Programs("manual", TENSOR)  # their amax is over the manual axes
     try:
         by_recipe, want = programs.step()
         in_loss, got = programs.step(in_loss=True)

@@ -130,7 +130,7 @@ def test_without_a_layer_the_rule_reads_roles_off_the_operands(wanted: Any) -> N
     mesh = fakes.mesh_of(AXES)
     compiled = jax.jit(value_and_grads(gemm(None))).lower(*placed(mesh)).compile()
     check(compiled(*placed(mesh)), wanted)
-    # Of the weight forward and backward; d_rhs; d_bias, the sum of d_rhs over dp, the loss.
+    # Collectives of the weight forward and backward; d_rhs; d_bias, d_rhs summed over dp, the loss.
     assert collectives.count(compiled) == Counter(
         {("all-gather", "f32"): 2, ("reduce-scatter", "f32"): 1, ("all-reduce", "f32"): 3}
     )
@@ -159,7 +159,7 @@ def test_operands_that_are_not_the_layers_are_named_with_sizes(make_group: MakeG
     twice = np.tile(lhs, (2, 1, 1)), np.tile(sizes, (2, 1))
     wrong = [
         ((lhs[:6], rhs, sizes[:6]), "6 slabs for the 8 shards"),
-        # Twice the slabs would give group l of slab r another expert than (r * L + l) % E.
+        # With twice the slabs, group l of slab r would get another expert than (r * L + l) % E.
         ((twice[0], rhs, twice[1]), "lhs has 16 slabs for the 8 shards"),
         ((lhs, np.concatenate([rhs, rhs]), sizes), "rhs has 8 experts, layer 'moe' has 4"),
         ((lhs, rhs, np.tile(sizes, 2)), r"group_sizes must be \[R, 2\] for the 4 experts"),

@@ -71,7 +71,7 @@ def test_rule_and_shard_map_give_the_same_bits(
         spec = PartitionSpec(("dp", "ep")) if len(lead) == 1 else PartitionSpec("dp", "ep")
         placed = [jax.device_put(a, NamedSharding(group.mesh, spec)) for a in draw(lead)]
         run = program(layer)
-        # 3-D tracers cannot tell how they lie; the first way that divides is taken.
+        # 3-D tracers do not show their sharding, so the first sharding that divides is taken.
         compiled = run.lower(*(placed if len(lead) == 1 else draw(lead))).compile()
         custom = on_mesh.TARGET in run.lower(*draw(lead)).as_text()
         assert custom == (partitioning == "rule")
@@ -252,7 +252,7 @@ def moved(*program: str) -> tuple[Counter[tuple[str, str]], dict[str, int]]:
 def test_a_step_of_the_block_moves_the_same_kinds_and_bytes(mesh: str, recipe: str) -> None:
     kinds, sizes = moved("moe", mesh, recipe, "auto")
     assert (kinds, sizes) == moved("moe", mesh, recipe, "rule")
-    # Both kernels' gradients are left where the kernels lie, and summed in f32.
+    # Both kernels' gradients are sharded like the kernels, and summed in f32.
     assert kinds["reduce-scatter", "f32"] == 2
 
 

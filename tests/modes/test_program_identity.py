@@ -105,7 +105,7 @@ def test_each_layer_is_partitioned_once(
         resolve = op.resolve
 
         def counting(self: Any, *args: Any) -> Any:
-            # args[3] tells how results are wanted: only the partitioner asks.
+            # args[3] describes the wanted results: only the partitioner asks for them.
             asked[op.__name__] += args[3] is not None
             return resolve(self, *args)
 
@@ -115,7 +115,7 @@ def test_each_layer_is_partitioned_once(
         counted(op)
     compiled = _train_step(make_group).compile()
     assert asked == {"BlockForward": LAYERS, "BlockBackward": LAYERS}
-    # Every layer has its own name in profiles all the same.
+    # Every layer still has its own name in profiles.
     names = compiled.as_text() or ""
     found = set(re.findall(r"ep_experts/layer(\d+)[/)]", names))
     assert found == {str(number) for number in range(LAYERS)}

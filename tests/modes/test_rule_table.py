@@ -50,7 +50,7 @@ class Program:
         self.group, self.layer = group, group.register_layer("moe", top_k=2)
         self.slab = PartitionSpec(group.spec.token_axes)
         self.arrays = self._draw(experts)
-        # Which partitioning runs is the group's; the twin must be told what the rule finds.
+        # The group decides the partitioning; the twin must be given the layout that the rule finds.
         self.spec = PartitionSpec(*row.weight) if partitioning == "shard_map" else None
 
     def _draw(self, experts: int) -> list[Any]:
@@ -119,7 +119,7 @@ def test_a_row_moves_what_the_table_says_and_equals_one_device(
 @pytest.mark.parametrize(
     ("axes", "weight", "words"),
     [
-        # ep is merged in front of fsdp alone; an axis that means nothing there is replicated.
+        # ep is merged before fsdp only; an axis without a meaning there is replicated.
         (FSDP_EP, ("fsdp",), "('ep', 'fsdp')"),
         (EP_TP, ("tp",), "tp=2 on the expert dim"),
         (FSDP_EP, (("fsdp", "ep"),), "('ep', 'fsdp') (fsdp=4, ep=2)"),
@@ -173,7 +173,7 @@ def test_fsdp_in_front_of_tp_is_refused_where_rows_would_be_gathered(
             program.compiled()
         for words in ("tp=2 before fsdp=2", f"dim {len(weight) - 1}", "over ('tp', 'fsdp')"):
             assert words in str(caught.value)
-    # A layout that is told moves shards of the weight, and what it moves in the other order.
+    # A given layout moves shards of the weight, and the arrays that the other order moves.
     told = [
         Program(make_group, Row(axes, ("ep", None, names), {}), "shard_map").compiled()
         for names in (("fsdp", "tp"), ("tp", "fsdp"))
@@ -248,7 +248,7 @@ def test_shards_without_whole_blocks_are_gathered_before_and_that_is_said_once(
 ) -> None:
     roles.say_once.cache_clear()
     caplog.set_level(logging.WARNING, "ep_runtime")
-    # Half of 192 is no multiple of 128: one all-gather of the weight as it is, its data stays.
+    # Half of 192 is not a multiple of 128: one all-gather of the plain weight; its data stays.
     row = Row(FSDP_EP | {"fsdp": 2}, ("ep", "fsdp"), {}, recipes.BlockScaling(), k=192, n=(32,))
     program = Program(make_group, row, "auto")
     compiled = program.compiled()
@@ -315,7 +315,7 @@ def check_same(found: Any, wanted: Any) -> None:
     (loss, grads), (wanted_loss, wanted_grads) = found, wanted
     for name in ("wi", "wo"):
         np.testing.assert_array_equal(getattr(grads, name), getattr(wanted_grads, name))
-    # Summed over all tokens, by each mode in an order of its own.
+    # Summed over all tokens; each mode has its own order.
     np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)
     np.testing.assert_allclose(grads.router, wanted_grads.router, rtol=1e-4, atol=1e-4)
 

@@ -90,7 +90,7 @@ def of_layer(group: fakes.LocalGroup) -> dict[str, Op]:
     idx = placed(jnp.arange(TOKENS * TOP_K).reshape(TOKENS, TOP_K) % EXPERTS, "ep")
     x, weights = placed(draw(TOKENS, HIDDEN), "ep"), placed(draw(TOKENS, TOP_K), "ep")
 
-    # No array is closed over: JAX reads sharded constants on the host while it compiles.
+    # Programs take arrays as arguments: JAX reads closed-over sharded ones on the host.
     def moved(x: Any, idx: Any, weights: Any) -> Any:
         dispatched = ep.dispatch(layer, x, idx, weights)
         return ep.combine(layer, dispatched, dispatched.tokens, weights=dispatched.weights)

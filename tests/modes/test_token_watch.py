@@ -45,7 +45,7 @@ def test_an_axis_left_out_of_outer_axes_is_said_once(
     ("spec", "settings"),
     [
         (P(("dp", "ep")), {"outer_axes": "dp"}),  # named
-        (P("ep"), {"max_tokens_per_rank": 32}),  # replicated over dp, as TP has it
+        (P("ep"), {"max_tokens_per_rank": 32}),  # replicated over dp, as TP does
     ],
 )
 def test_tokens_that_lie_as_their_group_says_are_not_mentioned(

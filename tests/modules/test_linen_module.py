@@ -205,7 +205,7 @@ def test_a_mutable_collection_moves_the_state_of_a_delayed_recipe(group: fakes.L
         np.testing.assert_array_equal(histories["wo_w_amax"], state.wo.w)
         assert int(stats.tokens_per_expert.sum()) == 32
 
-    # In evaluation scales come from the histories as they are.
+    # In evaluation scales come from the histories, which do not change.
     still = jax.jit(lambda x: block.apply({"params": params, "amax_history": histories}, x)[0])
     meant = jax.jit(
         lambda x: ep.moe(layer, x, ep.MoEParams(**params), recipe=DELAYED, state=state)[0]

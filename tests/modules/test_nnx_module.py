@@ -110,7 +110,7 @@ def test_a_layer_is_no_leaf_and_reaches_no_checkpoint(
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "saved")
     assert set(restored) == {"router", "wi", "wo", "expert_bias"}
-    # Restored where no daemon is: the module is made from a spec.
+    # Restored without a daemon: the module is made from a spec.
     other = ep.nnx.MoEBlock(SPEC, MLP, rngs=nnx.Rngs(1), use_expert_bias=True)
     nnx.update(other, jax.tree.map(np.asarray, restored))  # restored arrays sit on one device
     np.testing.assert_array_equal(other.wi[...], block.wi[...])
@@ -252,7 +252,7 @@ def test_calls_move_the_state_of_a_delayed_recipe_unless_the_block_evaluates(
         for got, want in zip(*map(jax.tree.leaves, (block.moe_state, state)), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-6)
 
-    # In evaluation scales come from the histories as they are.
+    # In evaluation scales come from the histories, which do not change.
     kept = jax.tree.map(jnp.copy, block.moe_state)
     run = nnx.jit(lambda block, x: block(x)[0])
     block.eval()

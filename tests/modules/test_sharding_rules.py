@@ -330,7 +330,7 @@ def test_adamw_moves_nothing(training: Callable[..., Training], kind: str) -> No
 
 def test_muon_moves_nothing_where_experts_are_whole(training: Callable[..., Training]) -> None:
     assert not training("shard-exp-on-fsdp", "muon").optimizer_collectives()
-    # Where H lies on fsdp every Newton-Schulz step of every matrix has to bring its rows together.
+    # If H is sharded over fsdp, every Newton-Schulz step of a matrix must gather its rows.
     assert training("fsdp+ep", "muon").optimizer_collectives().total() >= 2
 
 

@@ -78,7 +78,7 @@ def _row_program(row: Row, group: Any, dtype: str) -> tuple[Callable[..., Any], 
     layer, slab = group.register_layer("moe", top_k=2), PartitionSpec(group.spec.token_axes)
     rng, slabs = np.random.default_rng(0), group.spec.num_slabs
     groups, alignment = group.spec.experts_per_rank, group.spec.alignment
-    capacity = groups * alignment  # filled by no rank where an expert has no rows
+    capacity = groups * alignment  # no rank fills it if an expert has no rows
     sizes = alignment * rng.integers(0, 2, (slabs, groups))
     shapes = [(slabs, capacity, row.k), (EXPERTS, row.k, *row.n), (slabs, capacity, *row.n)]
     lhs, rhs, grad = (np.asarray(rng.standard_normal(s), jnp.dtype(dtype)) for s in shapes)
@@ -88,7 +88,7 @@ def _row_program(row: Row, group: Any, dtype: str) -> tuple[Callable[..., Any], 
 
     def step(layer: Any, *operands: Any) -> Any:
         out, d_lhs, *others = row.step(layer, *operands)
-        used = jnp.arange(capacity) < operands[3].sum(-1)[:, None]  # what is past it is undefined
+        used = jnp.arange(capacity) < operands[3].sum(-1)[:, None]  # values past it are undefined
         return _kept(out, used), _kept(d_lhs, used), *others
 
     given = [

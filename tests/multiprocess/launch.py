@@ -29,7 +29,7 @@ from raw_process import FORKS, run_script
 
 from ep_runtime_client.jobs.members import reserved_coordinator
 
-# The processes' own limit: they end even where nobody is left to kill them.
+# The processes' own limit: they end even if nobody is left to kill them.
 LIFE_S = 280.0
 TAIL_LINES = 30
 TESTS = str(Path(__file__).resolve().parent.parent)
@@ -87,7 +87,7 @@ def prologue_of(devices: str) -> str:
 PROLOGUE = prologue_of(CPU)
 
 
-# Variables that Python or JAX reads when it starts: a fork would come too late for them.
+# Python or JAX reads these variables when it starts: after a fork it is too late.
 _READ_AT_START = ("JAX_", "LD_", "XLA_")
 
 

@@ -15,7 +15,7 @@ import ep_runtime as ep
 from ep_runtime import layout
 from ep_runtime_client.base import meshes
 
-# The other arrays of a plan over nodes speak of the ranks of one node alone.
+# The other arrays of a plan over nodes describe ranks of one node only.
 SAME_OVER_NODES = ("dst_rank", "dst_row", "kept", "group_sizes", "num_recv")
 TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-2, "float16": 6e-3}
 
@@ -42,7 +42,7 @@ def run_case(session: Any, case: cases.Case, nodes: int) -> None:
 
 
 def check_quantized(layer: Any, inputs: Any) -> None:
-    """Rows quantized before they are sent have the bits of those that were quantized behind."""
+    """Rows quantized before they are sent have the bits of rows quantized on arrival."""
     recipe = ep.recipes.BlockScaling()
 
     @jax.jit
@@ -61,7 +61,7 @@ def check_quantized(layer: Any, inputs: Any) -> None:
 
 
 def shares_of(group: Any, nodes: int) -> int:
-    """Ranks that share windows where so many nodes have equal parts of the processes, in order."""
+    """Returns how many ranks share windows, if processes are split evenly, in order, over nodes."""
     devices = meshes.rank_devices(group.mesh, group.spec)
     homes = [str(d.process_index * nodes // jax.process_count()) for d in devices]
     size = layout.node_size(homes, group.spec.ep_size)
@@ -69,7 +69,7 @@ def shares_of(group: Any, nodes: int) -> int:
 
 
 def check(case: cases.Case, spec: Any, inputs: Any, capacity: int, got: dict[str, Any]) -> None:
-    """Integers and rows exactly, sums by the dtype's tolerance."""
+    """Compares integers and rows exactly, sums within the dtype's tolerance."""
     want = movement.run_reference(case, spec, inputs, capacity)
     for name in SAME_OVER_NODES if spec.node_size else want["plan"]:
         array = want["plan"][name]
@@ -90,7 +90,7 @@ def check(case: cases.Case, spec: Any, inputs: Any, capacity: int, got: dict[str
 
 
 def main(names: list[str], nodes: int = 1) -> list[str]:
-    """Runs the named cases in a job on so many nodes; their names."""
+    """Runs the named cases in a job on that many nodes; returns their names."""
     with ep.connect() as session:
         for case in cases.CASES:
             if case.name in names:

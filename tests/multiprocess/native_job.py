@@ -1,4 +1,4 @@
-"""What the processes of the native tests run: programs on groups that the test made.
+"""Each process of the native tests: runs programs on groups that the test made.
 
 `open_groups` opens them; every other function is a program, checked value by value.
 """
@@ -23,7 +23,7 @@ from ep_runtime import errors
 
 @contextlib.contextmanager
 def open_groups(**options: Any) -> Iterator[list[NativeGroup]]:
-    """The groups of TEST_GROUPS, over all devices of the job."""
+    """Opens the groups of TEST_GROUPS, over all devices of the job."""
     ours = [r for r, d in enumerate(jax.devices()) if d.process_index == jax.process_index()]
     with contextlib.ExitStack() as stack:
         groups = []
@@ -43,7 +43,7 @@ def open_groups(**options: Any) -> Iterator[list[NativeGroup]]:
 
 
 def failure_of(launch: Any, group: NativeGroup | None = None) -> dict[str, Any]:
-    """Class, text, fields and seconds of the error that the launch, or then the group, tells.
+    """Returns class, text, fields and seconds of the error from the launch, or from the group.
 
     Of a launch that lost a peer on its way the values are NaN.
     """
@@ -64,7 +64,7 @@ def failure_of(launch: Any, group: NativeGroup | None = None) -> dict[str, Any]:
 
 
 def soak(groups: list[NativeGroup], steps: int, seed: int) -> None:
-    """Steps over all groups, each process late by chance."""
+    """Runs steps over all groups; each process is randomly late."""
     delays = np.random.default_rng(seed)
     idx, x = inputs(groups[0])
     want = host_inputs(groups[0].spec.world_size)[1]

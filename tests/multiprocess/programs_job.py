@@ -1,4 +1,4 @@
-"""Programs of several processes that one call's name must keep apart. Run by every process."""
+"""Programs of several processes that the name of a call must keep apart. Run by every process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTINGS = SMALL | {"max_token_dtype": "float32", "op_timeout_s": 60}
 
 
 class World:
-    """A group over every device of the job, and inputs that lie on it."""
+    """A group over every device of the job, and inputs on its devices."""
 
     def __init__(self, session: Any, name: str = "g", **settings: Any) -> None:
         self.mesh = Mesh(np.array(jax.devices()), ("ep",))
@@ -42,19 +42,19 @@ class World:
 
 
 def round_trip(layer: Any, tokens: Any, idx: Any, factor: float, **options: Any) -> Any:
-    """top_k * factor * tokens, through every rank."""
+    """Computes top_k * factor * tokens by a trip through every rank."""
     sent = ep.dispatch(layer, tokens, idx, **options)
     return ep.combine(layer, sent, sent.tokens * factor)
 
 
 def check(got: Any, tokens: Any, factor: float) -> None:
-    """Exactly: the factors are small integers, and two equal partials are added."""
+    """Compares exactly: the factors are small integers, and two equal partial sums are added."""
     for mine, given in zip(got.addressable_shards, tokens.addressable_shards, strict=True):
         np.testing.assert_array_equal(mine.data, np.asarray(given.data) * np.float32(factor))
 
 
 def twins(layers: int, runs: int) -> dict[str, Any]:
-    """Independent calls of many layers alike, more than there are lanes."""
+    """Independent calls of many equal layers, more than there are lanes."""
     with ep.connect() as session:
         world = World(session)
         found = world.group.register_layers([ep.LayerSpec(f"l{i}", top_k=2) for i in range(layers)])
@@ -94,7 +94,7 @@ def microbatches(runs: int, handles: int) -> dict[str, Any]:
 
 
 def warm(cache: str, runs: int) -> dict[str, Any]:
-    """Programs out of the persistent cache, also where a process loads what another compiles.
+    """Loads programs from the persistent cache, also ones that another process compiles.
 
     Two jits of one function take turns: XLA counts the launches of equal executables together, and
     a loaded one equals no compiled one. The first launch of each ends with an error everywhere.
@@ -146,7 +146,7 @@ def overflows(program: Any, *arguments: Any) -> bool:
 
 
 def soak(steps: int, index: int) -> dict[str, Any]:
-    """Two groups, random pauses of every process, checks now and then."""
+    """Runs two groups with random pauses in every process, and checks results now and then."""
     pause, chance = threading.Event(), random.Random(index)
     with ep.connect() as session:
         worlds = [World(session, "left"), World(session, "right", lanes=1)]

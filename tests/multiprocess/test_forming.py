@@ -1,4 +1,4 @@
-"""Groups over several processes of a node: how they form, and what is said where they cannot."""
+"""Groups over several processes of a node: how they form, and the errors if they cannot."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_process_claims_its_devices_and_maps_every_window(
         assert len(admin.layers()) == 4
         job.tell()
         job.heard()
-        assert admin.groups() == []  # the last one to close frees it
+        assert admin.groups() == []  # the last process to close frees it
         job.end()
 
 
@@ -155,7 +155,7 @@ session.close()
 
 
 def attempted(own: list[dict[str, str]], wait_s: float = 60, **environment: str) -> list[dict]:
-    """What two processes hear that cannot form a group, without an address."""
+    """Returns the errors of two processes that cannot form a group, without an address."""
     unset = {"EP_RUNTIME_ADDRESS": "", "EP_RUNTIME_JOB": "", "SLURM_JOB_ID": ""}
     environment = {**unset, "TEST_WAIT_S": str(wait_s), **environment}
     with Job(_ATTEMPT, processes=2, devices=2, own=own, **environment) as job:

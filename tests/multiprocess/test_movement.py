@@ -1,4 +1,4 @@
-"""Token movement over several processes: the cases of the ops' tests, and equal programs."""
+"""Token movement over several processes: the cases of the ops' tests, in equal programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from multiprocess.launch import Job
 
 _SOME = ["dp x ep", "drops"]
-# What more processes change is where rows go, not what a row is.
+# More processes change where rows go, not their values.
 _CASES = """
 from multiprocess import movement_job
 say(done=movement_job.main(json.loads(os.environ["TEST_CASES"])))

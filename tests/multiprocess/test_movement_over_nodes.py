@@ -17,7 +17,7 @@ from ep_runtime_server.base import limits
 pytestmark = pytest.mark.slow
 
 JOINED, LOST = 3, 4  # CLUSTER_LINK_JOINED, CLUSTER_LINK_LOST
-# A packet that got lost is sent again after a while, and that while doubles.
+# A lost packet is sent again after a time that doubles with each loss.
 MENDED_S = 60.0
 STEPS = 2000
 _LAYOUTS = pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 2)], ids=["2x4", "4x2"])
@@ -25,7 +25,7 @@ _LAYOUTS = pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 2)], i
 
 @pytest.fixture
 def nodes(net, daemon_process, tmp_path) -> list[DaemonProcess]:
-    """A daemon on each host; they trust each other by certificates."""
+    """Starts a daemon on each host; they trust each other by certificates."""
     pki = make_certificates(tmp_path / "pki", **HOSTS)
     started = [daemon_process(*flags(pki, name), launcher=net.launcher(name)) for name in HOSTS]
     eventually(lambda: started[1].status().cluster.link == JOINED, within_s=10.0)
@@ -33,13 +33,13 @@ def nodes(net, daemon_process, tmp_path) -> list[DaemonProcess]:
 
 
 def flags(pki: Path, name: str) -> list[str]:
-    """Of node a, which coordinates, or of node b."""
+    """Returns the flags of node a, the coordinator, or of node b."""
     role = "--coordinator" if name == "a" else "--join"
     return [role, f"{HOSTS['a']}:7700", "--node", name, *tls_flags(pki, name)]
 
 
 def job_on(net: Net, nodes: list[DaemonProcess], script: str, processes: int, **more: Any) -> Job:
-    """A job with an equal part of its processes on each host."""
+    """Starts a job with an equal share of its processes on each host."""
     homes = [index * 2 // processes for index in range(processes)]
     return Job(
         script,
@@ -215,5 +215,5 @@ def test_daemons_that_are_killed_and_start_again_disturb_no_step(
 
 
 def wanted(daemon: DaemonProcess) -> list[int]:
-    """World ranks whose windows a daemon that started again does not have yet."""
+    """Returns the world ranks whose windows a restarted daemon does not have yet."""
     return [rank for item in daemon.ask("ListGroups").groups for rank in item.wanted_ranks]

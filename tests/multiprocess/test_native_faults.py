@@ -1,4 +1,4 @@
-"""Native calls of several processes that run, miss each other, or wait for one that died."""
+"""Native calls of several processes that run, miss each other, or wait for a dead process."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Faulty:
         self.first, self.second = job.workers
 
     def until(self, condition: Callable[[list[board_records.RankRecord]], bool]) -> None:
-        """Waits until the board shows it."""
+        """Waits until the board's rank records fulfil the condition."""
         deadline = time.monotonic() + 30
         while not condition(board_records.read_ranks(self.group.board, self.group.layout)):
             assert time.monotonic() < deadline
@@ -71,7 +71,7 @@ class Faulty:
         )
 
     def lose_second(self) -> float:
-        """What the daemon does about a dead process; when it did it."""
+        """Poisons the board as the daemon does for a dead process; returns when."""
         board.poison(self.group.board, 1, board_abi.PoisonReason.PEER_LOST, rank=2)
         return time.monotonic()
 
@@ -87,7 +87,7 @@ class Faulty:
 
 @pytest.fixture
 def faulty(request: pytest.FixtureRequest) -> Iterator[Faulty]:
-    """Both processes have run once; parameters are settings of the group."""
+    """Both processes have run once; test parameters are settings of the group."""
     settings = getattr(request, "param", {})
     with (
         shared_groups(4, "faulty", **settings) as ((group,), text),
@@ -114,7 +114,7 @@ def test_a_group_closed_by_one_process_ends_the_calls_that_wait_for_it(faulty: F
 
 
 def _slots(group: SharedGroup) -> Any:
-    """The meeting slots of the first domain, on the board itself."""
+    """Reads the meeting slots of the first domain from the board."""
     start = group.layout.domains_offset
     start += ctypes.sizeof(board_abi.ControlStruct)
     start += group.spec.lanes * (1 + group.spec.ep_size) * board_abi.LINE_BYTES
@@ -129,14 +129,14 @@ def test_peers_in_another_call_of_the_same_program_are_late_and_not_lost(faulty:
     slots = _slots(faulty.group)
     used = [slot for slot in slots if slot.arrived[0] == 0b0011 and slot.inside == 2]
     assert len(used) == 1
-    # As if the others had reached an independent call first.
+    # As if the other ranks had reached an independent call first.
     where = faulty.group.layout.domains_offset
     control = board_abi.ControlStruct.from_buffer(faulty.group.board, where)
     other = slots[control.used_slots]
     ctypes.memmove(ctypes.byref(other), ctypes.byref(used[0]), ctypes.sizeof(other))
     other.arrived[0], other.key[0] = 0b1100, other.key[0] + 1
     control.used_slots += 1
-    _tick.wait(6.0)  # longer than calls must stand still to be compared
+    _tick.wait(6.0)  # longer than calls must wait before they are compared
     assert faulty.first.silent()
     other.state = 0
     control.used_slots -= 1
@@ -152,7 +152,7 @@ def test_a_lock_that_dies_with_its_holder_is_not_waited_for(faulty: Faulty) -> N
     control.lock, control.owner = 1, faulty.second.pid
     faulty.first.tell("launch")
     deadline = time.monotonic() + 30
-    while control.lock != 2:  # somebody sleeps on it
+    while control.lock != 2:  # a rank sleeps on it
         assert time.monotonic() < deadline
         _tick.wait(0.005)
     del control
@@ -175,7 +175,7 @@ def test_a_stopped_process_is_late_and_then_goes_on(faulty: Faulty) -> None:
 def said_by_two(
     script: str, ranks: int, *names: str, within_s: float = TALK_S, steps: int = 0, **settings: Any
 ) -> list[Any]:
-    """What two processes say that share groups of so many ranks, and then end."""
+    """Returns the output of two processes that share groups of that many ranks, and then end."""
     given = {"TEST_NATIVE": NATIVE, "TEST_STEPS": str(steps)}
     sizes = {"processes": 2, "devices": ranks // 2, "life_s": max(LIFE_S, within_s + 50)}
     with (
@@ -231,7 +231,7 @@ def test_calls_that_miss_each_other_are_named_at_the_budget() -> None:
         assert said["kind"] == "SpecMismatchError", said
         assert "EP ranks [0] at call 0 repetition 0" in said["text"]
         assert "EP ranks [1] at call 1 repetition 0" in said["text"]
-    # Who called first waited for the whole budget; the other one heard of it at the same time.
+    # The process that called first waited for the whole budget; the other failed with it.
     assert 5.9 < max(said["seconds"] for said in heard) < 10
 
 

@@ -17,13 +17,13 @@ from ep_runtime_client.cli.daemon import source
 from ep_runtime_client.daemons import runtime
 
 WAIT_S = 60.0
-# A dead process is known on every node within this time.
+# Within this time every node knows of a dead process.
 TOLD_S = 2.0
 
 
 @pytest.fixture
 def nodes(request: pytest.FixtureRequest) -> Iterator[list[runtime.Child]]:
-    """Two daemons, or as many as the test says, on loopback and without certificates."""
+    """Starts two daemons, or as many as the test asks for, on loopback and without certificates."""
     base = Path(tempfile.mkdtemp(prefix="ept-"))
     address = place()
     started = []
@@ -36,7 +36,7 @@ def nodes(request: pytest.FixtureRequest) -> Iterator[list[runtime.Child]]:
     for child in started[1:]:
         wait_until(lambda child=child: read(child)["cluster"]["link"] == "JOINED", "it joins")
     yield started
-    codes = [child.stop() for child in reversed(started)]  # who joined leaves first
+    codes = [child.stop() for child in reversed(started)]  # the node that joined leaves first
     logs = "\n".join(child.log_tail(40) for child in started)
     shutil.rmtree(base)
     assert not any(codes), logs
@@ -109,13 +109,13 @@ def environments(nodes: list[runtime.Child], processes: int = 2) -> list[dict[st
 
 
 def handles_of(child: runtime.Child) -> list[tuple[str, str, int]]:
-    """(layer, state, calls) of the node's handles."""
+    """Returns (layer, state, calls) of the node's handles."""
     with source.open_source(f"unix://{child.directory}", timeout_s=WAIT_S) as daemon:
         return [(row["layer"], row["state"], row["calls"]) for row in daemon.handles()]
 
 
 def windows_of(child: runtime.Child) -> dict[int, str]:
-    """World rank -> name of its buffer at that daemon; -1 is the board."""
+    """Returns the name of each world rank's buffer at that daemon; -1 is the board."""
     with source.open_source(f"unix://{child.directory}", timeout_s=WAIT_S) as daemon:
         return {row["world_rank"]: row["buffer_id"] for row in daemon.buffers()}
 
@@ -177,7 +177,7 @@ def test_a_group_over_two_daemons_moves_tokens_over_stock_collectives(nodes) -> 
 
 @pytest.mark.slow
 def test_calls_that_wait_for_a_process_on_another_node_end_when_it_dies(nodes) -> None:
-    """In windows by the daemons' word, in collectives as connections close and processes end."""
+    """Windows end by the daemons' messages, collectives as connections close and processes end."""
     with Job(_JOB + _WAITS, processes=4, devices=1, own=environments(nodes, 4)) as job:
         job.heard()
         begin = time.monotonic()
@@ -222,6 +222,6 @@ session.close()
 @pytest.mark.slow
 def test_rows_over_capacity_on_one_node_fail_the_step_on_all(nodes) -> None:
     with Job(_OVERFLOWS, processes=2, devices=2, own=environments(nodes)) as job:
-        # Half of the tokens go to expert 3: of the only EP group, of the second node's alone.
+        # Half of the tokens go to expert 3: with one EP group the only one, else the second node's.
         assert [row["said"] for row in job.heard()] == [[[3, 20], [3, 16]]] * 2
         job.finish()

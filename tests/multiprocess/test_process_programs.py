@@ -100,7 +100,7 @@ hear()
 
 
 def _start(address: str, cache: Path) -> list[dict[str, Any]]:
-    """What each process found in the cache, having checked every value of its programs."""
+    """Checks every value of the programs; returns what each process found in the cache."""
     with Job(
         _SCRIPT,
         processes=2,
@@ -119,6 +119,6 @@ def test_three_starts_in_a_row_with_the_cache_end_with_the_right_values(
     starts = [_start(address, tmp_path) for _ in range(3)]
     first = [start[0] for start in starts]
     assert first[0]["misses"] > 0
-    for start in first[1:]:  # process 0 loads every program; what the others do is JAX's affair
+    for start in first[1:]:  # process 0 loads every program; JAX decides what the others do
         assert start["misses"] == 0
         assert start["hits"] == first[0]["hits"] + first[0]["misses"]

@@ -16,7 +16,7 @@ from ep_runtime_client.moe.params import MoEParams
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """What the block computes; the routing itself is `ep.route`'s, whose own tests cover it.
+    """Computes the block; routing comes from `ep.route`, which has its own tests.
 
     Attributes:
         top_k: K.
@@ -44,7 +44,7 @@ class Dense:
         return y, ep.aux_loss(routed, coeff=self.coeff)
 
     def experts(self, x: Any, params: MoEParams, topk_idx: Any, topk_weights: Any) -> Any:
-        """Every slot's expert on its token, weighted; a slot of -1 adds nothing."""
+        """Applies every slot's expert to its token, weighted; a slot of -1 adds nothing."""
         experts = params.wi.shape[0]
         chosen = jax.nn.one_hot(topk_idx, experts, dtype=x.dtype)
         spread = (chosen * topk_weights[..., None]).sum(-2)
@@ -63,13 +63,13 @@ class Dense:
         return jnp.einsum("...eh,...e->...h", out, spread)
 
     def graded(self, x: Any, params: MoEParams) -> Any:
-        """`graded` of the reference on one device, operands widened to f64."""
+        """Runs `graded` of the reference on one device, with operands widened to f64."""
 
         return in_f64(graded(self), x, params)
 
 
 def in_f64(function: Callable[..., Any], *operands: Any) -> Any:
-    """`function` of operands widened to f64, on one device."""
+    """Runs `function` on one device, with operands widened to f64."""
 
     def wide(leaf: Any) -> Any:
         return jnp.asarray(np.asarray(leaf, np.float64))
@@ -79,7 +79,9 @@ def in_f64(function: Callable[..., Any], *operands: Any) -> Any:
 
 
 def graded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """((y, aux), (gradient of x, gradients of the parameters)) of a loss of both results."""
+    """Returns ((y, aux), (gradient of x, gradients of the parameters)) of a loss of
+    both results.
+    """
 
     def run(x: Any, params: Any) -> Any:
         out, pull = jax.vjp(function, x, params)
@@ -90,7 +92,7 @@ def graded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def worst_error(got: Any, want: Any) -> float:
-    """The largest |got - want| / |want| (root mean squares) over all leaves."""
+    """Returns the largest |got - want| / |want| (root mean squares) over all leaves."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     errors = [0.0]
     for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):

@@ -1,4 +1,4 @@
-"""Group sizes and operands that grouped math is tested with."""
+"""Group sizes and operands for tests of grouped GEMM and quantization."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RECIPES = (
 
 
 class Operands(NamedTuple):
-    """f32 arrays; rows of the slack are NaN."""
+    """f32 arrays; rows past the last group are NaN."""
 
     lhs: Any  # [C, K']
     rhs: Any  # [G, K', *N']

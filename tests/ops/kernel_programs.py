@@ -1,4 +1,4 @@
-"""Programs of `grouped_gemm`, and which of its GPU kernels they hold once they are lowered."""
+"""Programs of `grouped_gemm`, and the GPU kernels that they hold after lowering."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TARGETS = (*kernels_16.TARGETS, *kernels_32.TARGETS, *kernels_8.TARGETS)
 def drawn(
     k: int = 160, n: tuple[int, ...] = (2, 128), dtype: Any = jnp.bfloat16, experts: int = 8
 ) -> Any:
-    """lhs [2, 192, k], rhs [experts, k, *n], bias [experts, *n]; rows of no group are NaN."""
+    """lhs [2, 192, k], rhs [experts, k, *n], bias [experts, *n]; rows outside groups are NaN."""
     rng = np.random.default_rng(0)
     shapes = ((2, 192, k), (experts, k, *n), (experts, *n))
     lhs, rhs, bias = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
@@ -45,14 +45,14 @@ def lowered(function: Any, *operands: Any, platform: str = "cuda") -> str:
 
 
 def calls(function: Any, *operands: Any, platform: str = "cuda") -> dict[str, int]:
-    """How often which of TARGETS are in the program."""
+    """Counts the calls of each of TARGETS in the program."""
     text = lowered(function, *operands, platform=platform)
     found = {name: text.count(f"@{name}(") for name in TARGETS}
     return {name: count for name, count in found.items() if count}
 
 
 def spread(checked: bool, **options: Any) -> Any:
-    """Results and gradients of (lhs, rhs, bias) in a shard_map of the user."""
+    """Results and gradients of (lhs, rhs, bias) inside a user's shard_map."""
     mesh, spec = fakes.mesh_of({"ep": 2}), jax.sharding.PartitionSpec("ep")
     mapped = jax.shard_map(
         lambda lhs, rhs, bias, sizes: ep.grouped_gemm(lhs, rhs, sizes, bias=bias, **options),

@@ -1,4 +1,4 @@
-"""Meshes and where a block's weights lie on them, for tests of `ep.moe`."""
+"""Meshes, and how a block's weights are sharded over them, for tests of `ep.moe`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CAPACITY = 104  # no other dim has this size
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh, and where the weights lie on it.
+    """A mesh, and how the weights are sharded over it.
 
     Attributes:
         axes: of the mesh.
@@ -87,7 +87,7 @@ def make_params(layer: Any, mlp_dim: int = INNER) -> MoEParams:
 
 
 def place(group: fakes.LocalGroup, layout: Layout, params: MoEParams) -> tuple[Any, MoEParams]:
-    """x and the parameters where the layout wants them."""
+    """Places x and the parameters as the layout shards them."""
 
     def put(array: Any, spec: Spec | None) -> Any:
         return None if array is None else jax.device_put(array, NamedSharding(group.mesh, spec))
@@ -111,7 +111,7 @@ def open_group(make_group: fakes.MakeGroup, layout: Layout, **settings: Any) -> 
 
 
 def check_layouts(got: Any, x: Any, params: MoEParams) -> None:
-    """y lies as x, and gradients as what they are of."""
+    """Checks that y is sharded like x, and each gradient like its operand."""
     (y, _), (d_x, d_params) = got
     for left, right in ((y, x), (d_x, x), (d_params.wi, params.wi), (d_params.wo, params.wo)):
         assert left.sharding.is_equivalent_to(right.sharding, left.ndim), (left, right)

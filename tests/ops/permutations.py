@@ -1,4 +1,4 @@
-"""Permutation cases, drawn, run through the ops, and through the reference in f64."""
+"""Draws permutation cases, and runs them through the ops and through the reference in f64."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Of one shard."""
+        """Number of rows of one shard."""
         given = self.num_out_tokens
         slots = self.tokens * self.slots if given is None else given
         most = self.tokens if self.from_map and given is None else slots
@@ -80,7 +80,7 @@ CASES = (
 
 
 def choice_of(case: Case, shards: int = 1, seed: int = 0) -> Any:
-    """topk_idx [n, T, K] or a routing map [n, T, E] of a case."""
+    """Returns topk_idx [n, T, K] or a routing map [n, T, E] of a case."""
     rng = np.random.default_rng(seed)
     shape = (shards, case.tokens, case.slots)
     if case.from_map:
@@ -115,7 +115,7 @@ class Inputs:
     prob_factors: Any  # [n, rows]
 
     def joined(self) -> Inputs:
-        """The same with the shards one after the other on dim 0."""
+        """Returns the same arrays with the shards one after another on dim 0."""
         values = (getattr(self, field.name) for field in dataclasses.fields(self))
         return Inputs(*(x.reshape(-1, *x.shape[2:]) for x in values))
 
@@ -139,7 +139,7 @@ def inputs_of(case: Case, shards: int = 1, seed: int = 0) -> Inputs:
 
 
 def there_and_back(case: Case, inputs: Inputs, **options: Any) -> Any:
-    """(tokens that came back, probs of rows, Permuted)."""
+    """Returns (tokens that came back, probs of rows, Permuted)."""
     name = "routing_map" if case.from_map else "topk_idx"
     p = ep.permute(
         inputs.tokens,
@@ -153,23 +153,25 @@ def there_and_back(case: Case, inputs: Inputs, **options: Any) -> Any:
 
 
 def run_ops(case: Case, inputs: Inputs, **options: Any) -> dict[str, Any]:
-    """Values and gradients in one program. `inputs` are joined."""
+    """Returns values and gradients of one program. `inputs` are joined."""
     return results(*program(case, **options)(inputs))
 
 
 def program(case: Case, **options: Any) -> Any:
-    """Inputs -> what `results` takes, jitted. Nothing in it sums over the batch."""
+    """Makes a jitted function from inputs to the arguments of `results`. It never sums over the
+    batch.
+    """
     return _program(dataclasses.replace(case, name="", routing=""), *options.items())
 
 
 @functools.cache
 def _program(case: Case, *options: tuple[str, Any]) -> Any:
-    """One for all cases that differ in names and routing alone."""
+    """Makes one program for all cases that differ only in name and routing."""
     return pulled_back(lambda inputs: there_and_back(case, inputs, **dict(options)))
 
 
 def pulled_back(function: Any) -> Any:
-    """Inputs -> (tokens that came back, Permuted, gradients) of a `there_and_back`, jitted."""
+    """Makes a jitted function from inputs to (tokens that came back, Permuted, gradients)."""
 
     def run(inputs: Inputs) -> Any:
         def forward(tokens: Any, probs: Any, merging: Any) -> Any:
@@ -198,7 +200,9 @@ def results(back: Any, p: Any, grads: Any) -> dict[str, Any]:
 
 
 def run_reference(case: Case, inputs: Inputs) -> dict[str, Any]:
-    """The same in f64, shard by shard. `inputs` have the leading dim n; results are joined."""
+    """Runs the reference in f64, shard by shard. `inputs` have the leading dim n; results are
+    joined.
+    """
     shards = [
         _reference_of_shard(case, *(getattr(inputs, f.name)[i] for f in dataclasses.fields(inputs)))
         for i in range(inputs.choice.shape[0])
@@ -237,7 +241,7 @@ def _reference_program(tokens: Any, probs: Any, merging: Any, *rest: Any) -> Any
 
 
 def assert_same(got: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Integers exactly, values as f32 can have them."""
+    """Compares integers exactly, and values up to f32's precision."""
     for name in wanted:
         value = np.asarray(got[name])
         if value.dtype == np.int32:

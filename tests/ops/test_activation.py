@@ -1,4 +1,4 @@
-"""The activation between the products: rows, blocks, precision, cost; and functions of the user."""
+"""The activation between the products: rows, blocks, precision, cost; and users' functions."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def draw(*shape: int, seed: int = 0) -> jax.Array:
 
 
 def graded(function: Callable[..., Any], *args: Any) -> Any:
-    """The result and the gradients of the arguments, with NaN where the result is no row."""
+    """Returns the result and the gradients of the arguments."""
     out, pull = jax.vjp(function, *args)
     return out, pull(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_that_are_there_and_no_others(form: str) -> None:
-    """Blocks of 256 rows: none, more than one, a cut last one, all rows; slack holds NaN."""
+    """Blocks of 256 rows: none, several, a partial last one, all rows; other rows hold NaN."""
     shape, function, meant = FORMS[form]
     static, _ = activation_of(function, len(shape) == 2 or shape[0] != INNER, F32, INNER)
 
@@ -116,14 +116,14 @@ def test_half_precision_is_rounded_once() -> None:
     gate, up = np.moveaxis(np.asarray(hidden, np.float64), 2, 0)
     meant = gate / (1 + np.exp(-gate)) * up * np.asarray(weights)[..., None]
     assert got.dtype == jnp.bfloat16
-    # Half a unit of the last of 8 bits, and what f32 loses.
+    # Half a unit of the last of 8 bits, and the rounding of f32.
     np.testing.assert_allclose(np.asarray(got, np.float64), meant, rtol=2**-8 * 1.01)
     d_hidden, _ = activation_plain.pullback(static, hidden, None, sizes, got)
     assert d_hidden.dtype == jnp.bfloat16
 
 
 def test_cost_follows_the_rows_and_not_the_capacity() -> None:
-    """Work is in loops whose trip counts come from the sizes; nothing else maps slabs."""
+    """Work is in loops whose trip counts come from the sizes; no other code reads whole slabs."""
     static = Activation("silu", True, F32)
     text = (
         jax.jit(activation_plain.pullback, static_argnums=0)
@@ -158,7 +158,7 @@ def test_a_function_is_named_by_what_it_computes() -> None:
 
 @pytest.fixture
 def block(make_group: fakes.MakeGroup) -> Callable[..., jax.Array]:
-    """y of a block with this activation, of tokens x."""
+    """Computes y of a block with this activation, from tokens x."""
     group = make_group(transport="memfd", axes={"ep": 2}, num_experts=4, max_top_k=2)
     layer = group.register_layer("moe", top_k=2)
     params: MoEParams = init_moe_params(jax.random.key(0), layer, INNER)
@@ -188,7 +188,7 @@ def keyword(beta: Any) -> Callable[..., jax.Array]:
 
 
 def both_halves(beta: Any) -> Callable[..., jax.Array]:
-    """In a function inside, and of each column."""
+    """An activation with an inner jitted function, and an argument per column."""
     inside = jax.jit(lambda gate: gate * jax.nn.sigmoid(beta * gate))
     return lambda gate, up: inside(gate) * up
 

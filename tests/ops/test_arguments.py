@@ -1,4 +1,4 @@
-"""Calls that do not fit: the right class, with names and numbers."""
+"""Wrong arguments raise the right class, with names and numbers in the text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The block call against the way of slabs: values, gradients, and what a program keeps."""
+"""Compares block calls with slabs: values, gradients, and the arrays a program saves."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def draw(*lead: int) -> Any:
 
 
 def graded(layer: Any, **options: Any) -> Callable[..., Any]:
-    """((y, aux, stats), gradients of x and params) of a block."""
+    """Returns ((y, aux, stats), gradients of x and params) of a block."""
 
     def run(x: Any, params: Any) -> Any:
         def block(x: Any, params: Any) -> Any:
@@ -67,7 +67,7 @@ def graded(layer: Any, **options: Any) -> Callable[..., Any]:
     return run
 
 
-# What a call of moe is: options of the parameters, of the call, and the leading dims of x.
+# A call of moe: options of the parameters, options of the call, and the leading dims of x.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
     "weights in combine": ({}, {"aux_loss_coeff": 0.1}, (64,)),
     "weights before wo": ({}, {"weights_at": "hidden", "keep_factor": 0.25}, (64,)),
@@ -91,8 +91,8 @@ def test_values_and_gradients_are_those_of_the_ops(layer: Any, ways: Ways, name:
 def test_how_close_rows_lie_changes_no_bit(
     group: fakes.LocalGroup, ways: Ways, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Of y, gradients, drops and num_recv: the last two are those of the layer's alignment."""
-    monkeypatch.setattr(row_blocks, "MIN_BLOCK_ROWS", 128)  # sums of as many rows each time
+    """Covers y, gradients, drops and num_recv; drops and num_recv follow the layer's alignment."""
+    monkeypatch.setattr(row_blocks, "MIN_BLOCK_ROWS", 128)  # sums of equally many rows
     of_params, options, lead = CASES[name]
     options = {"gated": of_params.get("gated", True), **options}
     if name == "drops":
@@ -147,7 +147,7 @@ ROUTINGS: dict[str, Callable[[Any], Any]] = {
 
 
 def routed(layer: Any) -> Callable[..., Any]:
-    """(y, gradients of x, params and weights) of a block with indices from outside."""
+    """Returns (y, gradients of x, params and weights) of a block with indices from the caller."""
 
     def run(x: Any, params: Any, weights: Any, idx: Any) -> Any:
         def block(x: Any, params: Any, weights: Any) -> Any:

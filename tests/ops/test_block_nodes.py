@@ -1,4 +1,4 @@
-"""Block calls of groups over nodes: each node's call between exchanges with the others.
+"""Block calls of groups over nodes: each node makes one call between exchanges with others.
 
 The call of a node is composed of ops here, as everywhere on CPU.
 """
@@ -32,8 +32,8 @@ from ep_runtime import device_layout
 from ep_runtime_client.ops.movement.prepare import make_call, make_plan
 from ep_runtime_client.ops.transports import nodes, nodes_plan
 
-SIZES = (1, 2)  # of nodes, four ranks in all
-SENT = 512  # of rows whose scales fill whole copies
+SIZES = (1, 2)  # sizes of nodes, with four ranks in all
+SENT = 512  # hidden size of rows whose scales fill whole copies
 
 
 def make_group(node_size: int, **settings: Any) -> fakes.LocalGroup:
@@ -52,7 +52,7 @@ def make_group(node_size: int, **settings: Any) -> fakes.LocalGroup:
 
 @pytest.fixture(scope="module")
 def layers() -> Iterator[dict[tuple[int, bool], Any]]:
-    """By nodes' size, and whether only rows cross that must."""
+    """Layers by node size, and by whether only the needed rows cross."""
     groups = {size: make_group(size) for size in SIZES}
     yield {
         (size, size == 2): group.register_layer("moe", top_k=TOP_K)
@@ -78,7 +78,7 @@ def layer(
 
 @pytest.fixture
 def by_node(ways: Ways) -> Ways:
-    """Calls are those of nodes, as on GPUs."""
+    """Each node makes its own calls, as on GPUs."""
     ways.taken = ways.emulated
     return ways
 
@@ -114,7 +114,7 @@ def test_any_routing(layer: Any, by_node: Ways) -> None:
 
 @pytest.mark.parametrize("precision", ["exact", "fast", "fp8"])
 def test_sums_of_a_node_are_as_precise_as_the_group_says(by_node: Ways, precision: str) -> None:
-    """They cross in f32, in bfloat16 or in 8 bits: the same bits as slabs'."""
+    """Sums cross in f32, in bfloat16 or in 8 bits, with the bits of slabs."""
     group = make_group(2, combine_precision=precision, max_token_dtype="bfloat16")
     layer = group.register_layer("moe", top_k=TOP_K)
     x, params = draw(64).astype(jnp.bfloat16), make_params(layer)
@@ -133,7 +133,9 @@ PACKED = ep.recipes.BlockScaling(power_of_two_scales=True, gradient_dtype="float
 def test_rows_that_are_sent_in_8_bits_cross_the_network_so(
     by_node: Ways, uncached: None, monkeypatch: pytest.MonkeyPatch, counted: bool, use_bias: bool
 ) -> None:
-    """Tokens, and gradients unless a bias of wo needs them wide: the bits of the composed body."""
+    """Tokens cross in 8 bits, and so do gradients unless wo has a bias: the
+    composed body's bits.
+    """
     for module in (nodes_plan, nodes):
         monkeypatch.setattr(module, "counts_chunks", lambda call: counted)
     crossed = []
@@ -170,7 +172,7 @@ ONE_EXPERT = jnp.zeros((64, TOP_K), jnp.int32).at[:, 1:].set(-1)
 
 
 def test_the_number_that_decides_on_parts_is_a_nodes(layer: Any) -> None:
-    """The most rows of any rank there: whatever other nodes have, they need not agree with it."""
+    """The largest count of rows on a rank of the node decides; nodes need not agree."""
     spec = layer.group_spec
     first = np.arange(spec.ep_size) < spec.ranks_per_node
     rows = 64 // 2  # of one EP group
@@ -183,8 +185,9 @@ def test_the_number_that_decides_on_parts_is_a_nodes(layer: Any) -> None:
 def test_a_node_whose_sums_overflow_a_lane_goes_in_parts(
     layer: Any, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
-    """Rank 0 sends rank 1 the sums of 8 tokens, all of its second node. In f32 halves of the tokens
-    take turns, and a sum takes the room of two rows."""
+    """Rank 0 sends rank 1 the sums of 8 tokens, all on its second node. In f32 the two halves of
+    the tokens take turns, and a sum needs the room of two rows.
+    """
     spec = dataclasses.replace(
         layer.group_spec, combine_precision=precision, max_token_dtype="bfloat16"
     )

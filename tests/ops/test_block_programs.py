@@ -50,7 +50,7 @@ def draw(*lead: int) -> Any:
 def scanned(
     stack: Any, policy: Any, x: Any, params: Any, *, wanted: Any = (0, 1), **options: Any
 ) -> Any:
-    """Loss and gradients of layers in a scan; `policy` of what a checkpoint keeps, or None."""
+    """Returns loss and gradients of layers in a scan, with a checkpoint's `policy`, or None."""
 
     def step(x: Any, each: Any) -> Any:
         return x + ep.moe(stack[each[0]], x, each[1], **options)[0], None
@@ -85,13 +85,13 @@ def test_scans_over_layers_give_what_the_ops_give(stack: Any, ways: Ways) -> Non
             jax.tree.map(np.testing.assert_array_equal, again, got)
 
 
-# Forward calls (what stands for a backward one holds one too) and prepares of a layer.
+# Forward calls and prepares of a layer; the stand-in of a backward call contains a forward one.
 CALLS = {
     ("first", "no checkpoint"): (1, 2, 1),
     ("nothing", "no checkpoint"): (1, 2, 1),
     ("nothing", "plan"): (1, 2, 1),
     ("nothing", "nothing"): (2, 2, 1),
-    ("first", "plan"): (1, 2, 1),  # rows that were not kept are made in backward
+    ("first", "plan"): (1, 2, 1),  # rows that were not saved are computed in backward
     ("first", "plan and first product"): (1, 2, 1),
 }
 
@@ -103,7 +103,7 @@ def test_a_layer_runs_as_few_calls_as_its_checkpoint_asks_for(
     ways.emulated()
     run = jax.jit(functools.partial(scanned, stack, POLICIES[policy], keep=keep))
     found = custom_calls.traced(run.trace(draw(TOKENS), stacked(stack)).jaxpr, "cpu")
-    # One of each is in what the call is composed of on CPU.
+    # On CPU each call is composed of ops, one of each.
     of_calls = ("ep_prepare_v1", "ep_combine_v1", "ep_dispatch_bwd_v1")
     assert tuple(found[name] / COUNT for name in of_calls) == CALLS[keep, policy]
 
@@ -114,8 +114,8 @@ def test_rows_are_kept_where_a_gradient_reads_them(stack: Any, ways: Ways) -> No
     one = jax.tree.map(lambda x: x[0], params)
     forward = jax.jit(lambda x, p: ep.moe(stack[0], x, p)[0])
     assert "name=ep_kept" not in str(forward.trace(x, one).jaxpr)
-    # Tokens, rows and whether they were made; tokens alone; what stands for rows, not made. Then
-    # gradients of tokens and their weights, of wi and wo.
+    # Results: tokens, rows and whether they were computed; tokens only; stand-ins for rows, not
+    # computed. Then gradients of tokens and their weights, of wi and wo.
     for policy, results in (("no checkpoint", [3, 4]), ("plan", [1, 2, 4])):
         run = jax.jit(functools.partial(scanned, stack, POLICIES[policy]))
         assert [*results_of_calls(run.trace(x, params).jaxpr)] == results, policy
@@ -140,7 +140,7 @@ def test_frozen_experts_take_no_gradient(stack: Any, ways: Ways, policy: str) ->
 
 
 def results_of_calls(jaxpr: Any) -> Iterator[int]:
-    """Of each call how many results it has."""
+    """Yields the number of results of each call."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "ep_unless_unused":
             yield len(eqn.outvars)
@@ -199,7 +199,7 @@ def test_a_pullback_runs_after_another_forward_twice_or_never(
 
     want, got = ways.both(run, params, xs)
     assert_close(got, want, atol=1e-5)
-    # The same, eagerly, where every call is a program of its own.
+    # The same eagerly, where every call is a separate program.
     eager = run(params, xs)
     assert_close(jax.device_get(eager), want, atol=1e-5)
 
@@ -290,7 +290,8 @@ def test_a_plan_that_takes_much_memory_is_made_again(
         assert custom_calls.traced(traced.jaxpr, "cpu")["ep_prepare_v1"] == 2 * COUNT
         sizes = [out.aval.shape for scan in scans_of(traced.jaxpr) for out in scan.outvars]
         of_plans = [shape for shape in sizes if shape[-2:] == (TOKENS // 4, TOP_K)]
-        # What a checkpoint's policy names is stacked, and dropped by XLA, as nothing reads it.
+        # Arrays that a checkpoint's policy names are stacked, but XLA drops them, as nothing reads
+        # them.
         assert len(of_plans) == (0 if name == "no checkpoint" else 2)
         assert_close(run(x, params), jax.device_get(want), atol=1e-6)
 
@@ -318,7 +319,7 @@ def test_plans_are_made_again_where_they_outgrow_tokens(
 
 @pytest.fixture(scope="module")
 def plain(group: fakes.LocalGroup, layers: list[Any]) -> tuple[Any, Any, Any]:
-    """(layers, operands, what the batch at once gives)."""
+    """Returns (layers, operands, results of the batch computed at once)."""
     params = [ep.init_moe_params(jax.random.key(i), each, INNER) for i, each in enumerate(layers)]
     sharding = NamedSharding(group.mesh, PartitionSpec(None, "ep"))
     batches = jax.device_put(draw(COUNT, TOKENS), sharding)

@@ -1,4 +1,4 @@
-"""Recipes in the block call: what slabs make of them, on CPU by what the call is composed of."""
+"""Block calls with recipes give the bits of slabs; on CPU the call is composed of public ops."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_values_and_gradients_are_those_of_the_ops(layer: Any, ways: Ways, name:
     want, got = ways.both(lambda x, params: graded(layer, x, params, **options), x, params)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     exact = jax.jit(lambda x, params: graded(layer, x, params)[0])
-    assert not np.array_equal(got[0], exact(x, params))  # something was rounded
+    assert not np.array_equal(got[0], exact(x, params))  # some values were rounded
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rows that do not fit: who is dropped, what it costs, and how it is reported."""
+"""Rows over the capacity: which are dropped, the cost, and how drops are reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ep_runtime_client.programs.failures import error_of, translate_errors
 
 
 def all_on_rank_zero(tokens: int) -> Any:
-    """topk_idx [T, 2] of 8 experts on 4 ranks: both experts of rank 0, in turn first."""
+    """topk_idx [T, 2] of 8 experts on 4 ranks: both experts of rank 0, taking turns to be first."""
     first = np.arange(tokens) % 2
     return np.stack([first, 1 - first], axis=1).astype(np.int32)
 
@@ -57,7 +57,7 @@ def test_full_to_the_last_row_and_one_block_too_few(group: fakes.LocalGroup) -> 
     assert int(sent.num_recv[0]) == 64
     dropped = np.asarray(arrays.dst_row).reshape(tokens, 2) < 0
     assert dropped.sum() == 64 - sum(kept)
-    # Every token lost at most one of its slots: the other one is untouched.
+    # Every token lost at most one of its slots; its other slot is unchanged.
     assert dropped.sum(1).max() == 1
     assert dropped[:, 0].any()
     left = np.where(dropped, 0, weights)
@@ -95,7 +95,7 @@ def test_capacity_of_a_call_follows_its_own_tokens(group: fakes.LocalGroup) -> N
 
 
 def test_a_factor_is_the_decimal_that_it_is_written_as() -> None:
-    """1.1 * 100 is a little more than 110 in floats."""
+    """In floats, 1.1 * 100 is slightly more than 110."""
     sizes = {"num_experts": 4, "top_k": 1, "max_tokens_per_rank": 100, "ep_size": 4}
     for factor in (1.1, np.float32(1.1)):
         assert layout.recv_capacity(alignment=1, capacity_factor=factor, **sizes) == 110
@@ -134,7 +134,7 @@ def test_overflow_in_error_mode_fails_the_step_and_nothing_else(
     x = np.ones((64, 16), np.float32)
     spread = np.stack([np.arange(64) % 8, (np.arange(64) + 1) % 8], 1).astype(np.int32)
     crowded = spread.copy()
-    crowded[32:] = all_on_rank_zero(32)  # the second domain alone overflows
+    crowded[32:] = all_on_rank_zero(32)  # only the second domain overflows
 
     @jax.jit
     def step(x: Any, idx: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Copies of experts: the plan against plain Python, and `ep.moe` with them against it without."""
+"""Copies of experts: compares the plan with plain Python, and `ep.moe` with and without copies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPARE = 2
 
 
 def reference(demand: Ints, ranks: int, spare: int) -> tuple[Ints, Ints]:
-    """(expert, rows) [N, S] of each slot; -1 and 0 where it has none."""
+    """Returns (expert, rows) [N, S] of each slot for a copy; -1 and 0 for unused slots."""
     own = demand.reshape(ranks, -1)
     load = own.sum(1)
     even = -(-int(load.sum()) // ranks)
@@ -50,7 +50,7 @@ def reference(demand: Ints, ranks: int, spare: int) -> tuple[Ints, Ints]:
                 left[givers[at + 1]] -= missing
             at += 1
     pieces: dict[int, list[tuple[int, int]]] = {}
-    short: set[int] = set()  # givers that gave less than they had to, for lack of slots
+    short: set[int] = set()  # givers that gave too little, for lack of slots
     for giver in givers:
         pile = sorted(enumerate(own[giver].tolist()), key=lambda each: -each[1])
         for taker, _, rows in (grant for grant in grants if grant[1] == giver):
@@ -63,7 +63,7 @@ def reference(demand: Ints, ranks: int, spare: int) -> tuple[Ints, Ints]:
                     pile.insert(0, (expert, here - part))
                 found.append((giver * own.shape[1] + expert, part))
             pieces[taker] = sorted(found, key=lambda each: -each[1])[:spare]
-            if taker in short:  # it still has rows that it was to give away
+            if taker in short:  # it still has rows to give away
                 pieces[taker] = []
             if sum(part for _, part in pieces[taker]) < rows:
                 short.add(giver)
@@ -75,7 +75,7 @@ def reference(demand: Ints, ranks: int, spare: int) -> tuple[Ints, Ints]:
 
 
 def workloads(ranks: int, experts: int) -> dict[str, Ints]:
-    """Rows that each expert keeps, by the name of a routing."""
+    """Returns the rows of each expert, by the name of a routing."""
     rng = np.random.default_rng(ranks)
     local = experts // ranks
 
@@ -107,7 +107,7 @@ def workloads(ranks: int, experts: int) -> dict[str, Ints]:
 
 
 def rows_after(demand: Ints, expert: Ints, rows: Ints) -> Ints:
-    """Rows of each rank, by the expert of each slot and its rows, [N, S]."""
+    """Returns each rank's rows, given the expert and the rows of each slot, [N, S]."""
     away = np.zeros_like(demand)
     np.add.at(away, expert[rows > 0], rows[rows > 0])
     assert (away <= demand).all()
@@ -159,7 +159,7 @@ def test_rows_stay_at_home_first_and_then_go_to_copies_by_position() -> None:
 
 
 def _home_or_copy(which: int, position: int, demand: Ints, expert: Ints, rows: Ints) -> int:
-    """The physical expert of one row, counted slot by slot."""
+    """Finds the physical expert of one row by counting slot by slot."""
     ranks, spare = rows.shape
     local = len(demand) // ranks
     places = [
@@ -183,7 +183,7 @@ DENSE = Dense(TOP_K, router=SIGMOID, expert_bias=BIAS)
 
 
 def skewed_idx(slabs: int) -> jax.Array:
-    """topk_idx [T, K], a tenth of them unused."""
+    """Draws topk_idx [T, K], of which a tenth is unused."""
     rng = np.random.default_rng(1)
     odds = 1.0 / np.arange(1, EXPERTS + 1) ** 2
     rows = (rng.choice(EXPERTS, TOP_K, False, odds / odds.sum()) for _ in range(8 * slabs))
@@ -195,7 +195,7 @@ def skewed_idx(slabs: int) -> jax.Array:
 def test_every_rank_has_the_plan_of_what_is_kept(
     make_group: MakeGroup, transport: str, capacity: int | None
 ) -> None:
-    """A plan for each domain, on copies that hold all rows."""
+    """Each domain has its own plan, and its copies hold all rows."""
     sizes: dict[str, Any] = {"num_experts": EXPERTS, "max_top_k": TOP_K, "spare_experts": SPARE}
     axes = {"axes": {"dp": 2, "ep": 4}, "outer_axes": "dp"}
     group = make_group(transport=transport, **sizes, **axes)
@@ -214,7 +214,7 @@ def test_every_rank_has_the_plan_of_what_is_kept(
         for rank in found:
             np.testing.assert_array_equal(rank, expert)
         np.testing.assert_array_equal(physical[domain, :, 2:], rows)
-    # Which slots have rows, and how many rows there are, is what it was.
+    # The used slots and the number of rows do not change.
     np.testing.assert_array_equal(arrays.dst_row >= 0, plan.arrays.dst_row >= 0)
     np.testing.assert_array_equal(arrays.num_recv, plan.arrays.num_recv)
     assert physical.sum() == kept.sum()
@@ -224,7 +224,7 @@ def test_every_rank_has_the_plan_of_what_is_kept(
 
 
 def opened(make_group: MakeGroup, name: str, **settings: Any) -> Any:
-    """(group, layer, x, parameters) of a layout, with slots for copies unless `settings` say."""
+    """Returns (group, layer, x, parameters) of a layout, by default with slots for copies."""
     layout = LAYOUTS[name]
     group = open_group(make_group, layout, **({"spare_experts": SPARE} | settings))
     layer = group.register_layer("moe", top_k=TOP_K)
@@ -232,8 +232,9 @@ def opened(make_group: MakeGroup, name: str, **settings: Any) -> Any:
 
 
 def test_values_gradients_and_statistics_are_those_without_copies(make_group: MakeGroup) -> None:
-    """The same bits on every transport, and run after run; statistics and drops are the same. The
-    board counts what ranks compute."""
+    """Bits, statistics and drops are the same on every transport and in every run. The board counts
+    the rows that ranks compute.
+    """
     results, computed = [], []
     for settings in ({"spare_experts": 0}, {}, {"transport": "xla"}):
         group, layer, x, params = opened(make_group, "dp2 ep4", **settings)
@@ -296,7 +297,7 @@ def test_weights_in_any_layout(make_group: MakeGroup, name: str, way: str) -> No
     assert {one.cause for one in moved} == {"own"}
 
 
-# (recipe, worst error): e4m3 has 3 bits behind the point, and operands two of them.
+# (recipe, worst error): e4m3 has 3 fraction bits, and some operands have 2.
 RECIPES = {
     "tensor": (ep.recipes.TensorScaling(), 0.2),
     "block": (ep.recipes.BlockScaling(), 0.2),

@@ -1,4 +1,4 @@
-"""Rows and drops on the board are those of one call a step, however often a program makes it."""
+"""The board counts rows and drops of one call a step, however often a program repeats it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Block = Callable[..., jax.Array]
 
 @pytest.fixture
 def group(make_group: fakes.MakeGroup) -> fakes.LocalGroup:
-    """Of two ranks that drop what does not fit."""
+    """Makes a group of two ranks that drops rows over its capacity."""
     sizes = {"num_experts": EXPERTS, "max_top_k": 1, "max_tokens_per_rank": TOKENS // 2}
     return make_group(axes={"ep": 2}, transport="memfd", capacity_factor=1.0, alignment=1, **sizes)
 
@@ -52,7 +52,7 @@ PROGRAMS: dict[str, Callable[[Block], Block]] = {
 
 
 def on_board(group: fakes.LocalGroup) -> tuple[int, int, int, int]:
-    """(rows of prepare's tally, tokens there, rows received, dropped rows)."""
+    """Returns (rows in prepare's tally, its tokens, rows received, dropped rows)."""
     mapped: Any = group.board
     assert isinstance(mapped, mmap.mmap)
     buf, where = memoryview(mapped), board.board_layout(group.spec)

@@ -28,8 +28,8 @@ from ep_runtime_client.ops.transports import windows as transports_windows
 
 COUNT, TOKENS, HIDDEN, EXPERTS, TOP_K = 3, 16, 32, 8, 2
 RECIPES = (None, ep.recipes.TensorScaling(), ep.recipes.BlockScaling(), ep.recipes.MXFP8())
-# Only gradients of weights come of these, or other calls take what they return, or it is for the
-# backward pass: a stack, into which it is written at once.
+# Calls that XLA need not hold: only gradients of weights depend on them, or other calls take their
+# results, or they write to a stack for the backward pass.
 FREE = {
     kernels_16.TARGETS[1],
     *(target for target in kernels_8.TARGETS if "_dw_" in target),
@@ -42,7 +42,7 @@ FREE = {
 def scanned(
     group: fakes.LocalGroup, recipe: Any = None, dtype: Any = jnp.float32, weights_at: Any = None
 ) -> Any:
-    """Value and gradients of scanned blocks, rematerialized; and shapes of its operands."""
+    """Value and gradients of scanned blocks with remat, and shapes of the operands."""
     stack = group.register_layer_stack("moe", COUNT, top_k=TOP_K)
 
     def loss(x: Any, params: Any) -> Any:
@@ -80,7 +80,7 @@ def make(make_group: fakes.MakeGroup, **settings: Any) -> fakes.LocalGroup:
 def test_compiled_programs_run_every_call_as_often_as_it_was_traced(
     make_group: fakes.MakeGroup,
 ) -> None:
-    """And each is in a scope of ours, by which profiles and `ep.explain` name it."""
+    """Each call is also in one of our scopes, by which profiles and `ep.explain` name it."""
     run, operands = scanned(make(make_group, axes={"ep": 4}, transport="memfd"))
     traced = run.trace(*operands)
     calls = custom_calls.traced(traced.jaxpr, "cpu")
@@ -95,7 +95,7 @@ def test_compiled_programs_run_every_call_as_often_as_it_was_traced(
 
 @pytest.fixture
 def _as_with_gpus(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> None:
-    """Programs for GPUs are traced here as where there are some."""
+    """Traces programs for GPUs as on a machine with GPUs."""
     for module in (ffi, transports_windows):
         monkeypatch.setattr(module, "ensure_registered", lambda platform="cpu": None)
     monkeypatch.setattr(ffi, "XLA_CLONES_CALLS", True)
@@ -110,8 +110,8 @@ def _as_with_gpus(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> None:
 def test_calls_on_gpus_are_held_for_all_who_use_their_results(
     make_group: fakes.MakeGroup, ways: Ways, recipe: Any, transport: str
 ) -> None:
-    """XLA of JAX 0.11 runs others twice; `gpu/tools/compile_ahead.py` counts what it compiles."""
-    ways.body("composed")  # others are not held for all of their results
+    """XLA of JAX 0.11 would run other calls twice; `gpu/tools/compile_ahead.py` counts them."""
+    ways.body("composed")  # other bodies' calls are not held for all of their results
     group = make(make_group, axes={"ep": 4}, transport=transport)
     run, operands = scanned(group, recipe, jnp.bfloat16)
     jaxpr = run.trace(*operands).jaxpr
@@ -138,7 +138,7 @@ def test_gpus_that_map_windows_get_block_calls(
     with jax.default_matmul_precision(precision):
         jaxpr = run.trace(*operands).jaxpr
     calls = custom_calls.traced(jaxpr, "cuda")
-    moved = {"ep_dispatch_v1", "ep_combine_v1"}  # by block calls themselves
+    moved = {"ep_dispatch_v1", "ep_combine_v1"}  # block calls do it themselves
     assert {*calls} & (moved | {*block.TARGETS}) == ({*block.TARGETS} if taken else moved)
 
 
@@ -173,7 +173,9 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 def test_no_empty_array_crosses_a_shard_map(
     make_group: fakes.MakeGroup, transport: str, recipe: Any, weights_at: Any
 ) -> None:
-    """One that does ends the process in XLA's partitioner: `bound` in `ops/kernels/ffi.py`."""
+    """An empty array would end the process in XLA's partitioner: `bound` in
+    `ops/kernels/ffi.py`.
+    """
     group = make(make_group, axes={"ep": 2}, transport=transport, partitioning="shard_map")
     run, operands = scanned(group, recipe, jnp.bfloat16, weights_at)
     found = list(equations(run.trace(*operands).jaxpr.jaxpr))
@@ -187,7 +189,7 @@ def test_no_empty_array_crosses_a_shard_map(
 
 
 def test_a_call_too_many_or_too_few_is_found() -> None:
-    """In text as XLA writes it."""
+    """The module's text is written as XLA writes it."""
     call = 'f32[8]{0} custom-call(%p), custom_call_target="ep_move_v1"'
     trips = 'backend_config={"known_trip_count":{"n":"3"}}'
     text = f"""

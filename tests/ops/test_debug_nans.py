@@ -18,7 +18,7 @@ TOKENS, HIDDEN, EXPERTS, TOP_K = 8, 16, 4, 2
 
 @pytest.fixture
 def layer(make_group: fakes.MakeGroup) -> Any:
-    """Of a group that fills what is undefined with 0xFF bytes, as EP_RUNTIME_DEBUG=1 does."""
+    """A layer whose group fills undefined rows with 0xFF bytes, as EP_RUNTIME_DEBUG=1 does."""
     settings = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "max_top_k": TOP_K}
     group = make_group(
         axes={"ep": 2}, transport="memfd", debug=True, max_tokens_per_rank=TOKENS, **settings
@@ -77,7 +77,7 @@ def test_the_gradient_of_a_block_raises_for_nans_of_its_own_alone(layer: Any) ->
 
     step = jax.value_and_grad(loss, argnums=(0, 1))
     with jax.debug_nans(True):
-        got = step(x, params)  # op by op: whatever one of them returns is looked at
+        got = step(x, params)  # op by op: the result of each is checked
         with pytest.raises(FloatingPointError):
             step(x.at[0, 0].set(jnp.nan), params)
     want = jax.jit(step)(x, params)

@@ -1,4 +1,4 @@
-"""Second derivatives: refused by the op's name where it has none, right where it has."""
+"""Second derivatives are right, or an error names the op that has none."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def inputs() -> tuple[Any, Any]:
 
 
 def twice(function: Callable[..., Any]) -> Any:
-    """The gradient of the sine of a gradient."""
+    """Differentiates the sine of a gradient."""
     once = jax.grad(lambda x: jnp.cos(function(x)).sum())
     return jax.jit(jax.grad(lambda x: jnp.sin(once(x)).sum()))
 

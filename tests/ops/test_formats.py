@@ -24,13 +24,13 @@ from ep_runtime_client.ops.quantize.rounding import quantize_tiles
 SIZES = np.int32([5, 0, 9, 3])
 
 
-# What stands between here and the next comment would be a file of formats/.
+# The code up to the next comment would be a file of formats/.
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class MoreRange(Recipe):
-    """`TensorScaling`, with rows and kernels in e5m2 too."""
+    """`TensorScaling` with rows and kernels in e5m2."""
 
     def data_dtype(self, gradient: bool = False) -> Any:
         return jnp.dtype(jnp.float8_e5m2)
@@ -39,7 +39,7 @@ class MoreRange(Recipe):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class SmallTiles(Recipe):
-    """One f32 scale per 16 values of K', of rows and of kernels."""
+    """One f32 scale per 16 values of K', for rows and kernels."""
 
 
 class Tiles16(Format):
@@ -69,7 +69,7 @@ class Tiles16(Format):
         return quantize_tiles(x.astype(jnp.float32), {axis: self.tile}, dtype, False)
 
 
-# And this the lines of the table.
+# And these would be the lines of the table.
 NEW: dict[type[Recipe], Format] = {MoreRange: TensorFormat(), SmallTiles: Tiles16()}
 
 
@@ -101,7 +101,7 @@ def test_grouped_gemm_and_its_gradients_multiply_what_a_new_recipe_makes(recipe:
     near_x, near_w = (
         np.abs(np.asarray(v) - o).max() for v, o in zip(values, (x * used, w), strict=True)
     )
-    assert 0 < max(near_x, near_w) < 0.4  # 2 bits of a value of 3
+    assert 0 < max(near_x, near_w) < 0.4  # 2 bits of a value with 3
     want, plain_pull = jax.vjp(jax.jit(product), *values)
     near(out[:17], want[:17])
     grad = np.asarray(jnp.cos(out)) * used

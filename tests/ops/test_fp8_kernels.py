@@ -1,5 +1,6 @@
-"""Quantized products by GPU kernels: which programs hold them, and that what the kernels are given
-makes the products. Stand-ins multiply in NumPy what the calls' own words say."""
+"""Quantized products by GPU kernels: which programs hold them, and whether their operands give the
+right products. Stand-ins multiply in NumPy according to the calls' attributes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ RECIPES = pytest.mark.parametrize("recipe", [TENSOR, BLOCK, MX], ids=["tensor", 
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library need not be there to lower for it."""
+    """Programs lower for GPUs without the CUDA library."""
     monkeypatch.setattr(serve, "installed", lambda: True)
 
 
@@ -134,7 +135,7 @@ def test_exports_hold_the_kernels_for_gpus(recipe: Any) -> None:
     assert f"@{wanted}(" in exported.mlir_module()
 
 
-# What follows calls the stand-ins.
+# The code below calls the stand-ins.
 
 
 def widened(raw: Any, e5m2: int) -> Any:
@@ -142,7 +143,9 @@ def widened(raw: Any, e5m2: int) -> Any:
 
 
 def ranges(sizes: Any, slab_rows: int, padded: bool = False) -> Any:
-    """(group, first row, row after the last one) of every group; in a padded line its place."""
+    """Yields (group, first row, row after the last one) of every group, or its range in a padded
+    line.
+    """
     slabs, groups = sizes.shape
     line = kernels_8.padded_rows(slab_rows, groups) if padded else slab_rows
     for slab in range(slabs):
@@ -196,7 +199,7 @@ def transpose_rows(shape: Any, sizes: Any, rows: Any) -> Any:
 
 
 def requantize_rows(results: Any, sizes: Any, rows: Any, scale: Any, **way: Any) -> Any:
-    """By quantize_plain of the transposed blocks, one at a time."""
+    """Quantizes the transposed blocks again with quantize_plain, one at a time."""
     data = np.full(results[0].shape, 0x7F, np.uint8)  # NaN
     scales = np.full(results[1].shape, np.nan, np.float32)
     slab_rows = rows.shape[0] // sizes.shape[0]

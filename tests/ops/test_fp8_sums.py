@@ -1,4 +1,4 @@
-"""combine_precision="fp8": how far sums are off, what crosses, and groups that cannot have it."""
+"""combine_precision="fp8": errors of sums, bytes that cross, and groups that cannot have it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make(make_group: MakeGroup, precision: str, **settings: Any) -> tuple[Any, A
 
 
 def routed() -> tuple[Any, Any]:
-    """Tokens of very unlike sizes, each to TOP_K ranks."""
+    """Draws tokens of very different sizes, each routed to TOP_K ranks."""
     rng = np.random.default_rng(3)
     count = RANKS * TOKENS
     sizes = np.exp2(rng.uniform(-20, 20, (count, HIDDEN)))
@@ -47,7 +47,7 @@ def back(layer: Any, x: Any, idx: Any) -> Any:
 
 
 def farthest(x: Any) -> Any:
-    """What a sum of four parts, each x, may be off by: of each its part's, as docstrings say."""
+    """Returns the allowed error of a sum of four parts, each x, as docstrings state it."""
     padded = np.pad(np.abs(x), [(0, 0), (0, -HIDDEN % 128)])
     blocks = padded.reshape(len(x), -1, 128).max(-1, keepdims=True) / 448 * 2.0**-10
     least = np.broadcast_to(blocks, (*blocks.shape[:2], 128)).reshape(len(x), -1)[:, :HIDDEN]
@@ -57,7 +57,7 @@ def farthest(x: Any) -> Any:
 def test_a_sum_is_off_by_no_more_than_is_said(make_group: MakeGroup, transport: str) -> None:
     _, layer = make(make_group, "fp8", transport=transport, max_token_dtype="float32")
     x, idx = routed()
-    once = 1 if "/" not in transport else 2  # between nodes a node's sum is rounded again
+    once = 1 if "/" not in transport else 2  # between nodes, a node's sum is rounded once more
     off = np.abs(np.asarray(back(layer, x, idx)) - TOP_K * x)
     assert (off <= once * farthest(x)).all()
     assert (off > 0).mean() > 0.9

@@ -1,4 +1,4 @@
-"""Which programs hold the GPU kernels of grouped_gemm, seen in what they are lowered to."""
+"""Finds the GPU kernels of grouped_gemm in lowered programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ep_runtime_client.ops.quantize.formats import recipes
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library need not be there to lower for it. f32 is another file's."""
+    """Programs lower for GPUs without the CUDA library. Another file tests f32."""
     monkeypatch.setattr(serve, "installed", lambda: True)
     monkeypatch.setattr(gemm_plain, "FAMILIES", (kernels_16.KERNELS,))
 
@@ -125,7 +125,7 @@ def test_one_export_serves_both_platforms() -> None:
 
 
 def test_a_weight_gradient_is_rounded_where_it_is_summed() -> None:
-    """The f32 sums of a large weight would take twice its memory."""
+    """f32 sums of a large weight would take twice its memory."""
     lhs, rhs, _ = drawn()
 
     def run(lhs: Any, rhs: Any) -> Any:

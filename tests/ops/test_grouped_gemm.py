@@ -1,4 +1,4 @@
-"""grouped_gemm on one device: values, gradients, recipes, pairs, and what it refuses."""
+"""grouped_gemm on one device: values, gradients, recipes, pairs, and errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def draw(sizes: Any, *, k: int = 7, n: tuple[int, ...] = (5,)) -> tuple[Any, ...
 
 
 def meant(lhs: Any, rhs: Any, bias: Any, sizes: Any) -> Any:
-    """f64 [R, C, *N'] and which rows are defined."""
+    """Returns f64 [R, C, *N'] and which rows are defined."""
     out = np.zeros((*lhs.shape[:2], *rhs.shape[2:]))
     defined = np.zeros(lhs.shape[:2], bool)
     for slab, counts in enumerate(sizes):
@@ -91,7 +91,7 @@ def test_gradients_are_those_of_the_formula_and_nan_in_the_slack_stays_out() -> 
 
 RECIPES = [
     (recipes.TensorScaling(), 0.09, 64),
-    (recipes.TensorScaling(), 0.09, 65),  # a multiple of nothing that kernels need
+    (recipes.TensorScaling(), 0.09, 65),  # not a multiple of anything that kernels need
     (recipes.BlockScaling(), 0.06, 64),
     (recipes.BlockScaling(), 0.06, 65),
     (recipes.BlockScaling(power_of_two_scales=True), 0.08, 64),
@@ -158,7 +158,7 @@ def test_bf16_rounds_operands_alone_and_out_dtype_is_free() -> None:
     np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-5)
 
 
-# Each recipe with a dtype, and each dtype with a recipe and without.
+# Each recipe with a dtype, and each dtype with and without a recipe.
 DTYPES = [
     *((None, jnp.dtype(dtype)) for dtype in ("f4", "bfloat16", "f2")),
     *zip(cases.RECIPES, map(jnp.dtype, ("f4", "bfloat16", "f2", "bfloat16", "f4")), strict=True),
@@ -250,13 +250,13 @@ def test_delayed_scaling_takes_scales_from_the_history_and_pushes_this_amax() ->
     current = ep.grouped_quantize(lhs, sizes, recipes.TensorScaling()).amax
     np.testing.assert_array_equal(first.x, [np.ravel(current), np.zeros(8)])
     np.testing.assert_array_equal(first.w, [np.abs(rhs).max((1, 2)), np.zeros(8)])
-    # From then on the history of equal calls gives what current scaling gives.
+    # From then on, the history of equal calls gives the results of current scaling.
     delayed, (out, second) = run(lhs, rhs, first)
     np.testing.assert_array_equal(second.x, [first.x[0], first.x[0]])
     now = ep.grouped_gemm(lhs, rhs, sizes, recipe=recipes.TensorScaling())
     np.testing.assert_array_equal(np.array(out)[defined], np.array(now)[defined])
     assert np.isfinite(delayed[1]).all()
-    # A larger one is cut off: the history knows nothing of it yet.
+    # A larger value is cut off, because the history does not contain it yet.
     cut, (_, third) = run(lhs * 4, rhs, second)
     np.testing.assert_array_equal(third.x[0], 4 * first.x[0])
 
@@ -282,11 +282,11 @@ def test_a_state_that_does_not_fit_the_recipe_is_an_error(
 
 
 PAIR_SIZES = np.array([[5, 0, 40, 3], [1, 13, 2, 30]], np.int32)
-EXPERTS, ROWS, K, M = 4, 64, 160, 96  # blocks of 128 are cut by both
+EXPERTS, ROWS, K, M = 4, 64, 160, 96  # neither is a multiple of a block of 128
 
 
 def draw_pair(dtype: Any) -> tuple[Any, Any, Any, Any]:
-    """lhs, rhs [E, K', 2, M], bias, grad; rows of the slack are NaN."""
+    """lhs, rhs [E, K', 2, M], bias, grad; rows past the last group are NaN."""
     rng = np.random.default_rng(0)
     shapes = [(2, ROWS, K), (EXPERTS, K, 2, M), (EXPERTS, 2, M), (2, ROWS, 2, M)]
     lhs, rhs, bias, grad = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)

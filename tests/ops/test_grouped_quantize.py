@@ -44,7 +44,9 @@ def assert_same_bits(got: ep.QuantizedTensor, want: reference.Quantized) -> None
 
 
 def rows(sizes: Any, *shape: int) -> Any:
-    """[ROWS, *shape], NaN in the slack, with values that rounding and scales trip over."""
+    """[ROWS, *shape] with values that are hard to round or scale; rows past the
+    last group are NaN.
+    """
     rng = np.random.default_rng(1)
     x = rng.standard_normal((cases.ROWS, *shape)).astype(np.float32)
     x *= np.exp(rng.uniform(-30, 30, (cases.ROWS, *[1] * len(shape)))).astype(np.float32)
@@ -139,7 +141,7 @@ def test_slabs_are_quantized_as_if_alone() -> None:
 
 @pytest.mark.parametrize("recipe", SCALED, ids=str)
 def test_values_that_are_not_finite_stay_so_alone(recipe: Any) -> None:
-    """A NaN or infinity of a valid row is one afterwards, at its place, and changes no other."""
+    """A NaN or infinity of a valid row stays one, in its place, and changes no other value."""
     x = np.random.default_rng(2).standard_normal((cases.ROWS, 64)).astype(np.float32)
     broken = x.copy()
     broken[3, 5], broken[17, 40], broken[17, 41] = np.nan, np.inf, -np.inf
@@ -224,7 +226,7 @@ def test_amax_is_taken_over_the_axes_that_split_rows_and_no_others() -> None:
 
 @pytest.mark.parametrize("recipe", [recipes.TensorScaling(), recipes.BlockScaling()], ids=str)
 def test_dequantizing_what_types_say_lies_on_a_mesh(recipe: Any) -> None:
-    """Explicit axes: the kernel's gradient comes back where the kernel lies, 64 rows of K' each."""
+    """Explicit axes: the kernel's gradient is sharded like the kernel, 64 rows of K' each."""
     mesh = jax.make_mesh((2, 4), ("dp", "ep"), axis_types=(AxisType.Explicit,) * 2)
     x, w = cases.drawn(128, (128,)).lhs.reshape(8, 24, 128), cases.drawn(128, (128,)).rhs
     sizes = np.int32([[20], [0], [24], [1]] * 2)

@@ -22,13 +22,13 @@ from ep_runtime_client.ops.kernels import row_blocks
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.formats import recipes
 
-# Where scales come from is nothing to a GEMM: blocks with powers of two are blocks.
+# A GEMM does not depend on the source of scales: block scales with powers of two are enough.
 RECIPES = (*cases.RECIPES[:3], recipes.MXFP8())
 F32 = gemm_plain.Gemm(jnp.float32)
 
 
 def all_four(gemm: Any, lhs: Any, rhs: Any, bias: Any, grad: Any, sizes: Any) -> Any:
-    """out, dX, dW, dbias."""
+    """Returns out, dX, dW and dbias."""
     return (
         gemm_plain.forward(gemm, lhs, rhs, bias, sizes),
         gemm_plain.data_grad(gemm, grad, rhs, sizes),
@@ -47,7 +47,7 @@ def expected(given: cases.Operands, sizes: Any) -> Any:
 
 
 def assert_close(got: Any, want: Any, tolerance: float) -> None:
-    """Within `tolerance` of the largest value of each array; rows or experts of zeros are exact."""
+    """Allows `tolerance` of each array's largest value; rows or experts of zeros must be exact."""
     for left, right in zip(got, want, strict=True):
         assert left.shape == right.shape
         left = np.asarray(left, np.float64)
@@ -64,7 +64,7 @@ def compiled(gemm: Any = F32) -> Any:
 
 @functools.cache
 def quantized(recipe: recipes.Recipe) -> Any:
-    """All four from plain arrays, each operand quantized once."""
+    """Computes all four from plain arrays, quantizing each operand once."""
 
     def run(lhs: Any, rhs: Any, bias: Any, grad: Any, sizes: Any) -> Any:
         rows = quantize_plain.quantize_rows(recipe, lhs, sizes)
@@ -83,7 +83,7 @@ def test_arrays_of_any_sizes(shape: Any) -> None:
 
 
 def quantized_again(x: Any, sizes: Any) -> Any:
-    """Rows [C, *mid, W] as e4m3 keeps them by one scale for 128 rows of a group x 128 values."""
+    """Rounds rows [C, *mid, W] to e4m3 with one scale per 128 rows of a group x 128 values."""
     made, first = np.zeros_like(x), 0
     for size in sizes:
         last = min(first + int(size), len(x))
@@ -157,7 +157,7 @@ def test_bf16_sums_in_f32_and_f64_in_f64() -> None:
         got = all_four(gemm_plain.Gemm(jnp.float64), *wide, jnp.int32(sizes))
         assert {x.dtype for x in got} == {np.dtype(np.float64)}
         assert_close(got, expected(given, sizes), 1e-14)
-        # One operand of f64 is enough.
+        # One f64 operand is enough.
         for lhs, grad in ((wide[0], given.grad), (given.lhs, wide[3])):
             got = gemm_plain.weight_grad(gemm_plain.Gemm(jnp.float64), lhs, grad, jnp.int32(sizes))
             assert got.dtype == np.float64
@@ -217,7 +217,7 @@ SLABS = [[0, 0], [70, 0], [0, 0], [0, 96], [1, 64], [0, 0]]  # of 96 rows each
     ids=[*cases.SIZES, "slabs"],
 )
 def test_work_follows_the_rows_that_are_there(capacity: int, sizes: Any) -> None:
-    """Steps of the loop are blocks of rows, whatever the capacity and the number of experts."""
+    """The loop's steps are blocks of rows, whatever the capacity and the number of experts."""
     blocks = row_blocks.cut(capacity, jnp.int32(sizes))
     place, steps, seen = jnp.int32(0), 0, []
     while place < blocks.end[-1]:
@@ -250,7 +250,7 @@ def test_a_program_is_as_long_for_many_experts(recipe: Any) -> None:
 
 
 def test_in_a_manual_region_that_tracks_what_varies() -> None:
-    """Rows over (dp, ep), kernels over ep alone; amax over dp; sums of gradients by the caller."""
+    """Rows over (dp, ep), kernels over ep; amax over dp; the caller sums gradients."""
     mesh = jax.make_mesh((2, 4), ("dp", "ep"), axis_types=(AxisType.Auto,) * 2)
     rng = np.random.default_rng(5)
     lhs = rng.standard_normal((8, 32, 32)).astype(np.float32)

@@ -61,7 +61,7 @@ IN_GROUPS = ep.Router(
     use_pre_softmax=True, num_groups=4, group_topk=2, group_score_topk=1, normalize_weights=True
 )
 
-# What a call of moe is, and what the reference is: tolerances are for f32 sums in another order.
+# A call of moe, and its reference: tolerances are for f32 sums in another order.
 OPTIONS: dict[str, tuple[dict[str, Any], Dense]] = {
     "weights before wo": ({"weights_at": "hidden"}, Dense(TOP_K)),
     "sigmoid with a bias": (
@@ -80,7 +80,7 @@ def test_a_gated_block_with_biases(group: fakes.LocalGroup) -> None:
     params, x = make_params(layer), draw(16, 5)
     run = jax.jit(graded(lambda x, p: moe(layer, x, p, aux_loss_coeff=0.1)))
     assert worst_error(run(x, params), Dense(TOP_K).graded(x, params)) < 1e-5
-    # With a bias of wo, which is weighted too, weights wait for combine whatever is asked.
+    # If wo has a bias, which is weighted too, weights are applied in combine in any case.
     early = jax.jit(lambda x, p: moe(layer, x, p, weights_at="hidden")[0])
     assert worst_error(early(x, params), Dense(TOP_K).graded(x, params)[0][0]) < 1e-5
 
@@ -105,11 +105,11 @@ def test_weights_wait_for_combine_unless_asked_or_faster_before(
 
     assert waits()
     assert not waits(weights_at="hidden")
-    monkeypatch.setattr(activation_kernels, "supports", lambda *_: True)  # as beside GPUs
+    monkeypatch.setattr(activation_kernels, "supports", lambda *_: True)  # as on hosts with GPUs
     assert not waits()
     assert not waits(weights_at=None)
     assert waits(weights_at="output")
-    assert waits(group)  # whose windows are host memory
+    assert waits(group)  # its windows are host memory
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -136,7 +136,7 @@ def test_remat_keeps_what_the_router_chose(group: fakes.LocalGroup) -> None:
             jax.make_jaxpr(jax.grad(lambda x, p: block(x, p).sum(), argnums=(0, 1)))(x, params)
         )
 
-    # The logits' matmul, a second time where they are not kept, and its two gradients.
+    # The logits' matmul, again if they are not saved, and its two gradients.
     for save, matmuls, searches in (((), 4, 2 * TOP_K), (("ep_plan",), 3, TOP_K)):
         found = program(save)
         assert found.count("precision=(Precision.HIGHEST") == matmuls, save
@@ -177,7 +177,7 @@ def test_ungated_activations_and_fused_kernels(group: fakes.LocalGroup) -> None:
 def test_token_axes_of_one_device_replicate_losses_and_stats_too(
     make_group: MakeGroup, sizes: tuple[int, int]
 ) -> None:
-    """What out_specs of a shard_map that checks them say of an axis of 1, as of others."""
+    """A shard_map that checks its out_specs treats an axis of size 1 like any other."""
     group = make_group(axes=dict(zip(("dp", "ep"), sizes, strict=True)), outer_axes="dp")
     layer = group.register_layer("moe", top_k=TOP_K)
     params, x = init_moe_params(jax.random.key(0), layer, INNER), draw(16)
@@ -214,7 +214,7 @@ def test_stats_capacity_and_compute_dtype(group: fakes.LocalGroup) -> None:
 
 
 def test_poison_past_the_zones_reaches_no_value_and_no_gradient(group: fakes.LocalGroup) -> None:
-    """The group is in debug mode: undefined rows are NaN, in every pass."""
+    """In debug mode undefined rows are NaN, in every pass."""
     layer = group.register_layer("moe", top_k=TOP_K)
     params, x = make_params(layer), draw(64)
     routing = ep.route(x @ params.router, TOP_K)

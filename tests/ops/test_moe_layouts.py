@@ -36,7 +36,7 @@ from ep_runtime_client.programs.explain import explain_text
 
 
 def compiled(group: fakes.LocalGroup, x: Any, params: MoEParams, **options: Any) -> Any:
-    """One forward and backward of the block."""
+    """Compiles one forward and backward pass of the block."""
     layer = group.register_layer("moe", top_k=TOP_K)
     capacity = options.pop("capacity", CAPACITY)
     run = graded(lambda x, p: moe(layer, x, p, aux_loss_coeff=0.1, capacity=capacity, **options))
@@ -58,7 +58,7 @@ def test_both_partitionings_give_the_same_values_with_the_collectives_of_the_rul
         check_layouts(results[-1], x, params)
         seen = explain_text(program.as_text())
         assert seen.num_others == 0
-        # Where a kernel's spec is known, its bias is taken as whole: [2, H] are gathered before.
+        # With a known spec of a kernel, its bias counts as replicated: [2, H] are gathered before.
         moved = [one for one in seen.collectives if one.cause == "reshard"]
         assert all(one.bytes <= 4 * EXPERTS * HIDDEN // 2 for one in moved)
         here = TOKENS * layout.axes.get("tp", 1) // group.spec.world_size
@@ -88,7 +88,7 @@ def test_explicit_axes_tell_how_weights_lie(make_group: fakes.MakeGroup, name: s
     assert kinds <= {"all-gather", "all-reduce", "reduce-scatter"}
 
 
-# (recipe, partitioning, worst error): e4m3 has 3 bits behind the point, and operands two of them.
+# (recipe, partitioning, worst error): e4m3 has 3 fraction bits, and some operands have 2.
 RECIPES = {
     "bf16": (ep.recipes.BF16(), "rule", 0.02),
     "block": (ep.recipes.BlockScaling(), "shard_map", 0.13),
@@ -109,10 +109,10 @@ def test_recipes_stay_near_f64_and_add_no_pass_over_the_slabs(
     program = compiled(group, x, params, recipe=recipe, params_spec=spec, capacity=96)
     got = program(x, params)
     assert worst_error(got, Dense(TOP_K).graded(x, params)) < tolerance
-    # Before 0.11 XLA itself widens bf16 slabs in front of a loop that slices them.
+    # Before 0.11 XLA itself widens bf16 slabs before a loop that slices them.
     if name != "bf16" or jax.__version_info__ >= (0, 11):
         passes = hlo_scan.maps_of(program.as_text(), 96)
-        # Rows that came quantized bring their scales as bytes: 4 for 128 values, taken apart.
+        # Rows that arrive quantized contain their scales: 4 bytes per 128 values.
         assert [line for line in passes if name != "block" or " = u32[96,1" not in line] == []
 
 
@@ -129,7 +129,7 @@ def test_offload_lists_move_the_values_that_they_name(make_group: fakes.MakeGrou
     policy = ep.remat_policy(save=("ep_plan",), offload=("ep_wi", "ep_recv"))
     traced = str(jax.make_jaxpr(jax.grad(jax.checkpoint(loss, policy=policy)))(x))
     moved = sorted(set(re.findall(r"(\w+)<host>(\[[\d,]*\])", traced)))
-    # Dispatched rows, their weights, and what the first matmul returns.
+    # Dispatched rows, their weights, and the result of the first matmul.
     assert moved == [("f32", "[8,104,16]"), ("f32", "[8,104,2,8]"), ("f32", "[8,104]")]
 
 
@@ -154,7 +154,7 @@ def test_a_manual_shard_map_of_the_user_leaves_weights_sharded(
 
 
 def test_tensor_parallelism_on_one_weight_alone(make_group: fakes.MakeGroup) -> None:
-    """wi lies whole on M where wo does not, and the other way round."""
+    """Only one of wi and wo is sharded on M, in both combinations."""
     layout = LAYOUTS["ep4 tp2"]
     group = open_group(make_group, layout)
     for wi, wo in (
@@ -181,19 +181,19 @@ def test_quantized_weights_lie_as_they_do_and_cross_in_bytes(
         program = compiled(group, x, params, recipe=ep.recipes.TensorScaling(), **options)
         got = program(x, params)
     check_layouts(got, x, params)
-    # As near as public ops (0.25): a scale is one of all devices that share an expert's rows.
+    # As near as public ops (0.25): all devices that share an expert's rows have one scale.
     assert worst_error(got, Dense(TOP_K).graded(x, params)) < 0.26
     seen = explain_text(program.as_text())
     assert seen.num_others == 0
     gathered = [one for one in seen.collectives if one.kind == "all-gather" and "block" in one.op]
-    # A device's experts of both weights, by the axis that is gathered off them.
+    # A device's experts of both weights, by the axis over which they are gathered.
     whole = EXPERTS // 2 * HIDDEN * INNER
     assert gathered
     assert all(one.bytes <= whole for one in gathered)
 
 
 def apart(both: Any) -> tuple[Any, Any]:
-    """Gate and up of wi [E, H, 2, M] or its bias."""
+    """Splits wi [E, H, 2, M], or its bias, into gate and up."""
     return both[..., 0, :], both[..., 1, :]
 
 
@@ -206,7 +206,7 @@ PAIRS = dataclasses.replace(
 )
 
 
-@pytest.mark.usefixtures("optimized")  # bits of two programs, as users compile them
+@pytest.mark.usefixtures("optimized")  # compares bits of programs, compiled as users do
 @pytest.mark.parametrize(
     ("partitioning", "recipe"),
     [("shard_map", None), ("rule", ep.recipes.TensorScaling())],

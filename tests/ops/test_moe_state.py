@@ -55,7 +55,7 @@ def drawn(layer: Any, **options: Any) -> tuple[Any, ep.MoEParams]:
 
 
 def settled(layer: Any, x: Any, params: Any, **options: Any) -> ep.MoEState:
-    """The state once its histories know nothing but `x`."""
+    """Returns the state after enough steps that its histories contain only `x`."""
     state = ep.init_moe_state(layer, DELAYED)
     step = jax.jit(lambda s: ep.moe(layer, x, params, recipe=DELAYED, state=s, **options)[-1])
     for _ in range(4):
@@ -64,7 +64,7 @@ def settled(layer: Any, x: Any, params: Any, **options: Any) -> ep.MoEState:
 
 
 def by_hand(layer: Any, x: Any, params: Any, state: Any) -> Any:
-    """The block of a pair with biases out of its ops."""
+    """Computes the block of a pair with biases from public ops."""
     routing = ep.route(x[:, :EXPERTS], TOP_K)
     plan = ep.prepare(layer, routing.topk_idx)
     sent = ep.dispatch(layer, x, None, routing.topk_weights, plan=plan)
@@ -80,7 +80,7 @@ def by_hand(layer: Any, x: Any, params: Any, state: Any) -> Any:
     return ep.combine(layer, sent, out, weights=sent.weights), ep.MoEState(wi, wo)
 
 
-@pytest.mark.usefixtures("optimized")  # bits of two programs, as users compile them
+@pytest.mark.usefixtures("optimized")  # compares bits of programs, compiled as users do
 def test_the_block_is_its_ops_with_a_state_each_bit_for_bit(layer: Any) -> None:
     x, params = drawn(layer, use_router=False, separate=True, use_bias=True)
     state = ep.init_moe_state(layer, DELAYED)
@@ -91,7 +91,7 @@ def test_the_block_is_its_ops_with_a_state_each_bit_for_bit(layer: Any) -> None:
         return y, state
 
     runs = [jax.jit(each) for each in (block, functools.partial(by_hand, layer))]
-    for scale in (1.0, 4.0):  # the second of them past what its scales know
+    for scale in (1.0, 4.0):  # values of the second call exceed its scales
         got, want = (run(scale * x, params, state) for run in runs)
         jax.tree.map(np.testing.assert_array_equal, got, want)
         state = got[1]
@@ -99,7 +99,7 @@ def test_the_block_is_its_ops_with_a_state_each_bit_for_bit(layer: Any) -> None:
 
 @dataclasses.dataclass
 class Oracle:
-    """Histories of a block in plain NumPy, one call after the other."""
+    """Histories of a block in plain NumPy, call by call."""
 
     histories: dict[str, Any]
 
@@ -115,7 +115,7 @@ class Oracle:
         return scaled.astype(jnp.float8_e4m3fn).astype(np.float64) * np.float64(scale)
 
     def step(self, x: Any, params: Any, idx: Any, weights: Any) -> Any:
-        """y; slots of -1 are nobody's."""
+        """Computes y; slots of -1 belong to no expert."""
         x, wi, wo = (np.asarray(each, np.float32) for each in (x, params.wi, params.wo))
         amax = {name: np.zeros(EXPERTS, np.float32) for name in self.histories}
         y = np.zeros(x.shape)
@@ -143,7 +143,7 @@ class Oracle:
         for name, history in self.histories.items():
             product, operand = name.split(".")
             found = getattr(getattr(state, product), operand)
-            if name == "wo.x":  # of f32 sums, in another order
+            if name == "wo.x":  # f32 sums in another order
                 np.testing.assert_allclose(found, history, rtol=1e-5)
             else:
                 np.testing.assert_array_equal(found, history)
@@ -151,7 +151,7 @@ class Oracle:
 
 @pytest.mark.parametrize("capacity", [None, 24], ids=["whole", "dropping"])
 def test_histories_of_many_steps_are_those_of_numpy(layer: Any, capacity: int | None) -> None:
-    """Tokens and weights grow and shrink, past old scales and out of the window again."""
+    """Tokens and weights grow beyond old scales, and shrink again within the histories' length."""
     x, params = drawn(layer)
     recipe = ep.recipes.TensorScaling(delayed=True, history=2)
     oracle, state = Oracle.new(recipe), ep.init_moe_state(layer, recipe)
@@ -172,7 +172,7 @@ def test_histories_of_many_steps_are_those_of_numpy(layer: Any, capacity: int | 
         idx = np.where(kept, stats.routing.topk_idx, -1)
         want = oracle.step(factor * x, now, idx, stats.routing.topk_weights)
         oracle.check(state)
-        # Some value in 1,000 is halfway between two of e4m3 in one of the two.
+        # About one value in 1,000 is halfway between two values of e4m3 in one of the two.
         assert worst_error(y, want) < 5e-3
 
 
@@ -187,7 +187,7 @@ def test_what_an_old_scale_cannot_hold_saturates(layer: Any) -> None:
         how: Any = {"routing": ep.Routing(idx, weights), "recipe": DELAYED, "state": state}
         return ep.moe(layer, x, params, **how)
 
-    # One token far out: its expert's rows are cut off at what they had.
+    # One outlier token: its expert's rows are clipped to the old range.
     token, expert = 5, idx[5, 0]
     far = x.at[token].multiply(100.0)
     amax = state.wi.x[0, expert]
@@ -195,13 +195,13 @@ def test_what_an_old_scale_cannot_hold_saturates(layer: Any) -> None:
     got, want = run(far, alone), run(jnp.clip(far, -amax, amax), alone)
     np.testing.assert_array_equal(got[0], want[0])
     assert np.abs(got[0][token]).max() < 100 * np.abs(run(x, alone)[0][token]).max()
-    # Its own history knows by now what it was.
+    # By now its own history contains the outlier.
     np.testing.assert_array_equal(got[2].wi.x[0, expert], np.abs(far[token]).max())
     np.testing.assert_array_equal(want[2].wi.x[0, expert], amax)
 
 
 def test_gradients_have_current_scales_and_none_flows_through_the_state(layer: Any) -> None:
-    """With histories of equal calls the block is that of current scaling, backward too."""
+    """After equal calls, the block equals that of current scaling, backward too."""
     x, params = drawn(layer)
     state = settled(layer, x, params)
 
@@ -246,7 +246,7 @@ def test_histories_are_of_all_ranks_and_lie_as_they_came(
         return y, stats.routing.topk_idx, stats.routing.topk_weights, state
 
     run: Any = block
-    if mode == "manual":  # whose types say that histories are the same everywhere
+    if mode == "manual":  # their types declare histories as the same everywhere
         spread = layout.tokens
         ins, outs = (spread, specs, Spec()), (spread, spread, spread, Spec())
         run = jax.shard_map(block, mesh=group.mesh, in_specs=ins, out_specs=outs)
@@ -309,7 +309,7 @@ def test_a_scan_over_layers_moves_every_layer_once(make_group: fakes.MakeGroup) 
         return value, now, grads
 
     (got, want) = (steps(scanned) for scanned in (True, False))
-    # Two calls: two rows of each history, the third as it was.
+    # Two calls: two rows of each history changed, the third did not.
     for leaf in jax.tree.leaves(got[1]):
         assert leaf.shape == (depth, DELAYED.history, EXPERTS)
         assert (leaf[:, :2] > 0).all()

@@ -1,4 +1,4 @@
-"""Programs of transport "nccl", lowered for GPUs: what crosses is our calls, none of XLA's."""
+"""Programs of transport "nccl", lowered for GPUs: rows cross in our calls, never in XLA's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def over_nodes(make_group: Callable[..., Any], node_size: int, **settings: Any) -> Any:
-    """A group of transport "nccl" whose nodes have so many ranks."""
+    """Makes a group of transport "nccl" on nodes of that many ranks."""
     return make_group(
         transport="nccl",
         node_size=node_size,
@@ -43,7 +43,7 @@ def over_nodes(make_group: Callable[..., Any], node_size: int, **settings: Any) 
 
 
 def for_gpus(step: Callable[..., Any], *operands: Any) -> str:
-    """StableHLO."""
+    """Returns StableHLO for GPUs."""
     exported = jax.export.export(
         jax.jit(step), platforms=["cuda"], disabled_checks=ep.export_checks()
     )
@@ -59,7 +59,7 @@ def lowered(
     dtype: Any = jnp.float32,
     **settings: Any,
 ) -> str:
-    """StableHLO for GPUs of dispatch and combine over nodes of `node_size` ranks."""
+    """Returns StableHLO for GPUs of dispatch and combine over nodes of `node_size` ranks."""
     group = over_nodes(make_group, node_size, alignment=4, **settings)
     layer = group.register_layer("moe", top_k=top_k)
 
@@ -94,7 +94,7 @@ def lowered_block(
     recipe: Any = None,
     **settings: Any,
 ) -> str:
-    """StableHLO for GPUs of a block of experts with its gradients, which are block calls there."""
+    """Returns StableHLO for GPUs of a block with gradients, which are block calls there."""
     group = over_nodes(make_group, node_size, **settings)
     layer, hidden = group.register_layer("moe", top_k=top_k), group.spec.hidden_size
 
@@ -127,14 +127,14 @@ def own_calls_alone(text: str) -> bool:
 def test_rows_and_counts_cross_over_our_communicators(
     make_group: Callable[..., Any], node_size: int
 ) -> None:
-    """Where a token needs few of the nodes: the host reads how many rows cross, once a call."""
+    """A token needs few of the nodes: once a call, the host reads how many rows cross."""
     text = lowered(make_group, node_size)
     found = calls(text)
     assert found["ep_nccl_all_gather_v1"] == 1
     assert found["ep_nccl_exchange_v1"] == (1 if node_size == 1 else 2)
     assert found["ep_nccl_counted_v1"] == 2
     assert {"ep_dispatch_v1", "ep_combine_v1"} <= set(found)
-    # JAX 0.11 spells cumsum as a loop too, behind all that calls it; XLA replaces it.
+    # JAX 0.11 also writes cumsum as a loop, after all its callers; XLA replaces it.
     spelled = r"func\.func private @chlo\.scan\.impl.*?\n  }"
     rest = re.sub(spelled, "", text.split("ep_nccl_counted_v1", 1)[1], flags=re.DOTALL)
     assert "stablehlo.while" not in rest
@@ -147,7 +147,7 @@ def test_where_all_rows_cross_prepare_is_one_call(make_group: Callable[..., Any]
     text = lowered(make_group, 4, top_k=12, gradient=True)
     found = calls(text)
     assert found["ep_nccl_prepare_v1"] == 1
-    # Rows with weights, and gradients of sums, out; those of both back. Nobody reads the sums.
+    # Out: rows with weights, and gradients of sums. Back: those of both. Nothing reads the sums.
     assert (found["ep_nccl_all_gather_v1"], found["ep_nccl_exchange_v1"]) == (2, 1)
     assert {"ep_dispatch_v1", "ep_combine_bwd_v1"} <= set(found)
     assert own_calls_alone(text)
@@ -155,7 +155,7 @@ def test_where_all_rows_cross_prepare_is_one_call(make_group: Callable[..., Any]
 
 def test_where_nodes_are_one_rank_each_every_op_is_one_call(make_group: Callable[..., Any]) -> None:
     text = lowered(make_group, 1, top_k=12, gradient=True, combine_precision="fast")
-    ours = ("prepare", "dispatch", "dispatch_bwd", "combine_bwd")  # nobody reads the sums
+    ours = ("prepare", "dispatch", "dispatch_bwd", "combine_bwd")  # nothing reads the sums
     assert calls(text) == Counter(f"ep_nccl_{op}_v1" for op in ours)
     assert own_calls_alone(text)
 
@@ -165,7 +165,7 @@ def test_where_nodes_are_one_rank_each_every_op_is_one_call(make_group: Callable
 def test_sums_of_8_bits_cross_as_data_and_scales(
     make_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, node_size: int, top_k: int
 ) -> None:
-    """In the exchange that others cross in. No program packs them into bytes of its own."""
+    """They cross in one exchange with other arrays. No program packs them into separate bytes."""
     monkeypatch.setattr(serve, "available", lambda: True)
     text = lowered(make_group, node_size, top_k=top_k, dtype=jnp.bfloat16, combine_precision="fp8")
     found, others = (
@@ -173,7 +173,7 @@ def test_sums_of_8_bits_cross_as_data_and_scales(
         for settings in ({"combine_precision": "fp8"}, {})
     )
     if (node_size, top_k) == (1, 12):
-        assert found == others  # the kernels are inside that call
+        assert found == others  # that call contains the kernels
         assert f"tensor<{RANKS}x{TOKENS}x{HIDDEN}xui8>" in text
     else:
         assert found - others == Counter(["ep_quantize_tiles_v1", "ep_sum_scaled_rows_v1"])
@@ -196,7 +196,7 @@ def test_gradients_cross_over_them_too(make_group: Callable[..., Any]) -> None:
 def test_a_block_is_one_call_between_two_exchanges(
     make_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, node_size: int
 ) -> None:
-    """And so are its gradients; which of its ranks has the most rows a node's ask each other."""
+    """So are its gradients; ranks of a node exchange which of them has the most rows."""
     monkeypatch.setattr(bodies, "unsupported", lambda asked: "")
     text = lowered_block(make_group, node_size, top_k=12)
     names = ["ep_nccl_prepare_v1", "ep_nccl_all_gather_v1", "ep_nccl_exchange_v1", "ep_block_v1"]
@@ -221,7 +221,9 @@ def test_a_block_whose_rows_are_counted_reads_counts_once_an_exchange(
 def test_plans_of_lanes_without_room_for_all_count_pairs_of_ranks(
     make_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A block call has them too. Combine needs none, for the tokens of one node after the other."""
+    """Block calls count pairs too. Combine does not, because it takes one node's
+    tokens at a time.
+    """
     monkeypatch.setattr(device_layout, "LEAST_SOURCES", 1)
     monkeypatch.setattr(device_layout, "packs", device_layout.packs.__wrapped__)
     monkeypatch.setattr(bodies, "unsupported", lambda asked: "")
@@ -255,7 +257,7 @@ def test_rows_of_a_block_cross_in_the_bytes_that_bench_plan_counts(
     assert len(packed) == (3 if recipe == "fp8-block" else 0)  # a rank's own: x, x again and dy
     crossed = []
     for types in re.findall(r"@ep_nccl_counted_v1\(.*: \((.*)\) ->", text):
-        # Blocks of four nodes' rows, or the rows of a rank's own tokens, which two nodes need.
+        # Blocks of four nodes' rows, or rows of a rank's own tokens, which two nodes need.
         lead = f"(?:4x{TOKENS}|{2 * TOKENS})"
         rows = re.findall(rf"tensor<{lead}x(\d+)x[a-z]+(\d+)>", types)
         crossed.append(sum(int(width) * int(bits) // 8 for width, bits in rows))

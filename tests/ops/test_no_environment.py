@@ -31,7 +31,7 @@ TOKENS, HIDDEN, INNER = 32, 128, 128
 
 
 class Unreadable:
-    """In the place of os.environ."""
+    """Replaces os.environ."""
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError("the environment was read while a program was traced")
@@ -41,7 +41,7 @@ class Unreadable:
 
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For GPUs, whether or not there are any; what was traced with the kernels is forgotten."""
+    """Traces for GPUs on any machine; forgets programs that hold the kernels."""
     monkeypatch.setattr(transports_windows, "ensure_registered", lambda platform: None)
     jax.clear_caches()
     yield
@@ -49,7 +49,7 @@ def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def take_kernels(monkeypatch: pytest.MonkeyPatch, wanted: bool) -> None:
-    """As on GPUs that the kernels serve, or as elsewhere."""
+    """Traces as on GPUs that have the kernels, or as on other devices."""
     monkeypatch.setattr(serve, "installed", lambda: wanted)
     monkeypatch.setattr(serve, "available", lambda: wanted)
 
@@ -90,7 +90,7 @@ def test_a_block_with_its_gradient_reads_none(
         hidden_size=HIDDEN,
         max_tokens_per_rank=TOKENS,
         max_top_k=2,
-        partitioning="shard_map",  # so that all of it is lowered here
+        partitioning="shard_map",  # so that everything is lowered here
     )
     layer = group.register_layer("moe", top_k=2)
     params = jax.eval_shape(lambda key: init_moe_params(key, layer, INNER), jax.random.key(0))

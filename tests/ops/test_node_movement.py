@@ -1,4 +1,4 @@
-"""What is particular to groups over nodes; the other tests of movement run on them too."""
+"""Features of groups over nodes only; the other tests of movement run on them too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ep_runtime_client.ops.transports import between_nccl, between_xla, nodes, n
 
 
 def run(make_group: MakeGroup, case: cases.Case, **settings: Any) -> dict[str, Any]:
-    """The case in a group of its own."""
+    """Runs the case in its own group."""
     group = make_group(**(case.group_settings | settings))
     layer = group.register_layer("moe", top_k=case.top_k)
     inputs = movement.inputs_of(case, group.spec, movement.capacity_of(case, layer))
@@ -57,7 +57,7 @@ def test_dropped_slots_are_counted_on_the_board(make_group: MakeGroup) -> None:
 def test_slabs_are_those_of_one_node_bit_for_bit(
     make_group: MakeGroup, dtype: str, node_size: int
 ) -> None:
-    """Also where tokens take several chunks, the last of them with rows that went before."""
+    """Also with several chunks of tokens, the last of which overlaps the one before."""
     case = cases.Case(
         "chunks", tokens=200, top_k=4, capacity=800, routing="skewed", hidden=24, dtype=dtype
     )
@@ -93,7 +93,7 @@ def test_sums_of_one_node_after_the_other_have_the_bits_of_all_at_once(
     precision: str,
     routing: str,
 ) -> None:
-    """As on GPUs, where a lane may lack room for the sums of all nodes' tokens."""
+    """On GPUs a lane may lack room for the sums of all nodes' tokens."""
     case = dataclasses.replace(
         cases.Case("", tokens=37, top_k=3, routing=routing, precision=precision),
         axes=(("ep", ranks),),
@@ -114,7 +114,7 @@ def test_sums_of_one_node_after_the_other_have_the_bits_of_all_at_once(
         np.testing.assert_array_equal(got[name], at_once[name], err_msg=name)
     one, packed = (np.asarray(x["plan"]["recv_count"]) for x in (at_once, got))
     np.testing.assert_array_equal(packed[..., :4], one)
-    # Of each source its staged rows for every rank, then those of the first half of its tokens.
+    # For each source: its staged rows for every rank, then those of the first half of its tokens.
     domains = one.reshape(-1, node_size, node_size, 4)[..., [0, 2]]  # [node, rank, source, half]
     pairs = domains.transpose(0, 2, 3, 1).reshape(-1, 1, node_size, 2 * node_size)
     whole = packed.reshape(-1, node_size, node_size, packed.shape[2])
@@ -122,7 +122,7 @@ def test_sums_of_one_node_after_the_other_have_the_bits_of_all_at_once(
 
 
 def rail_counted(call: Any, sent: Any, received: Any, *arrays: Any, rows: int) -> Any:
-    """As NCCL's: arrays of blocks become lined up, and the other way round; NaN in other rows."""
+    """Imitates NCCL's exchange: blocks become packed rows, and back; other rows are NaN."""
     nodes = call.group.num_nodes
 
     def moved(x: Any) -> Any:
@@ -157,7 +157,7 @@ def test_rows_of_own_tokens_that_are_lined_up_have_the_bits_of_blocks(
     precision: str,
     routing: str,
 ) -> None:
-    """As on GPUs, where just the rows cross that must: so many as nodes or slots, if fewer."""
+    """As on GPUs, only the needed rows cross: at most as many as nodes or slots."""
     case = cases.Case("", tokens=37, top_k=3, hidden=24, routing=routing, precision=precision)
     settings = {"transport": "memfd", "node_size": node_size}
     want = run(make_group, case, **settings)
@@ -174,7 +174,7 @@ def test_rows_of_own_tokens_that_are_lined_up_have_the_bits_of_blocks(
 def test_any_size_of_chunks(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch, tokens: int, least: int, rows: int
 ) -> None:
-    """Also where the last chunk begins among rows that went with the one before."""
+    """Also if the last chunk starts among rows of the chunk before."""
     monkeypatch.setattr(nodes_plan, "MIN_CHUNK_ROWS", least)
     case = cases.Case("small chunks", tokens=tokens, top_k=3, routing="unused")
     got = check_case(make_group, "memfd/2", case)
@@ -240,7 +240,7 @@ def test_rows_that_stay_on_their_node_cross_nothing(make_group: MakeGroup) -> No
     group = make_group(transport="memfd", node_size=4, num_experts=8, max_top_k=2)
     layer = group.register_layer("moe", top_k=2)
     x = np.random.default_rng(0).standard_normal((64, 16)).astype(np.float32)
-    first = np.repeat(np.arange(2) * 4, 32)  # experts 0-3 are node 0's, as its 32 tokens are
+    first = np.repeat(np.arange(2) * 4, 32)  # experts 0-3 and their 32 tokens are on node 0
     idx = np.stack([first, first + 3], 1).astype(np.int32)
     sent = ep.dispatch(layer, x, idx)
     np.testing.assert_allclose(ep.combine(layer, sent, sent.tokens), 2 * x)

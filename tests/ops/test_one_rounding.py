@@ -1,4 +1,4 @@
-"""Values that lie between two 8-bit ones are rounded alike, wherever a program quantizes them."""
+"""Values between two 8-bit values are rounded in the same way wherever they are quantized."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import ep_runtime as ep
 
 EXPERTS, ROWS, WIDTH = 2, 128, 128
 SIZES = np.full(EXPERTS, ROWS, np.int32)
-# What a program may have done to an operand before: XLA folds constant factors into others.
+# Earlier ops of a program: XLA folds their constant factors into others.
 MADE: list[tuple[Any, Callable[[Any], Any]]] = [
     (ep.recipes.TensorScaling(), lambda x: x * 0.3),
     (ep.recipes.BlockScaling(), lambda x: x / 3),
@@ -23,7 +23,7 @@ MADE: list[tuple[Any, Callable[[Any], Any]]] = [
 
 
 def near_ties(made: Callable[[Any], Any]) -> Any:
-    """f32 [EXPERTS, ROWS, WIDTH] that `made` brings within a bit or two of a tie, or onto it."""
+    """f32 [EXPERTS, ROWS, WIDTH] that `made` turns into ties, or values a bit or two from a tie."""
     rng = np.random.default_rng(0)
     codes = np.arange(127, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
     wanted = rng.choice((codes[1:] + codes[:-1]) / 2, (EXPERTS, ROWS, WIDTH))
@@ -64,13 +64,13 @@ def test_operands_are_rounded_as_the_reference_rounds_them(
 
     for got, want in zip(quantized(given), (q.data, r.data), strict=True):
         np.testing.assert_array_equal(np.asarray(got).view(np.uint8), want.view(np.uint8))
-    # Products with ones: another 8-bit value is 6% away.
+    # Products with ones: the neighbouring 8-bit value is 6% away.
     kernels, rows = _widened(q), _widened(r)
     for got, want in zip(multiplied(given), (kernels, rows, kernels[:ROWS]), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 def _widened(q: reference.Quantized) -> Any:
-    """data * scale [EXPERTS * ROWS, WIDTH]; a scale serves a row, or a whole kernel."""
+    """Returns data * scale [EXPERTS * ROWS, WIDTH]; a scale covers a row, or a whole kernel."""
     data = q.data.astype(np.float32).reshape(-1, WIDTH)
     return data * np.repeat(q.scale.reshape(-1, 1), len(data) // q.scale.size, axis=0)

@@ -1,4 +1,4 @@
-"""The block with a routing of the caller's: against every expert on every token in f64."""
+"""The block with the caller's routing, against every expert on every token in f64."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def layer(group: fakes.LocalGroup) -> Any:
 
 
 def make_params(layer: Any, **options: Any) -> ep.MoEParams:
-    """Drawn by NumPy, as each draw of JAX is a program; biases are not zero."""
+    """Draws parameters with NumPy, because each draw of JAX is a program; biases are not zero."""
     rng = np.random.default_rng(0)
     made = jax.eval_shape(lambda: ep.init_moe_params(jax.random.key(0), layer, INNER, **options))
 
@@ -51,7 +51,9 @@ def make_params(layer: Any, **options: Any) -> ep.MoEParams:
 
 
 def draw(*lead: int) -> tuple[Any, ep.Routing]:
-    """Tokens, and a routing that no `route` gives: unused slots, any weights, any shares."""
+    """Draws tokens, and a routing that `route` never gives: unused slots, any
+    weights and shares.
+    """
     rng = np.random.default_rng(7)
     idx = rng.integers(-2, EXPERTS, (*lead, TOP_K)).clip(-1).astype(np.int32)
     assert (idx < 0).any()
@@ -61,7 +63,7 @@ def draw(*lead: int) -> tuple[Any, ep.Routing]:
 
 
 def balance(probs: Any, idx: Any) -> Any:
-    """The formula of `ep.aux_loss`."""
+    """Computes the formula of `ep.aux_loss`."""
     slots = jax.nn.one_hot(idx, EXPERTS).sum(tuple(range(idx.ndim)))
     tokens = idx.size // TOP_K
     shares = probs.reshape(-1, EXPERTS).sum(0)
@@ -69,7 +71,7 @@ def balance(probs: Any, idx: Any) -> Any:
 
 
 def graded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """(results, gradients of x, parameters, weights and probs) of a function of these."""
+    """Returns a function's results, and gradients of x, parameters, weights and probs."""
 
     def run(*operands: Any) -> Any:
         (y, aux), pull = jax.vjp(function, *operands)
@@ -178,7 +180,7 @@ def test_inside_a_manual_shard_map_the_routing_is_local(group: Any, layer: Any) 
 
 
 def test_losses_of_the_stats_routing_reach_the_router(layer: Any) -> None:
-    """A z-loss, and a balance loss per sequence, beside nothing and beside the block's output."""
+    """A z-loss, and a balance loss per sequence, alone and with the block's output."""
     params, (x, _) = make_params(layer), draw(16, 4)
 
     def losses(routing: ep.Routing) -> Any:

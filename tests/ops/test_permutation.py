@@ -1,4 +1,4 @@
-"""permute and unpermute on one shard: against the reference, and what padding may not do."""
+"""permute and unpermute on one shard, against the reference; and effects of padding."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_values_and_gradients_are_those_of_the_reference(case: Case) -> None:
 
 @pytest.mark.parametrize("from_map", [False, True], ids=["indices", "map"])
 def test_nothing_is_dropped_without_a_bound(from_map: bool) -> None:
-    """The default room is exact: full for the worst choice, whatever the alignment."""
+    """The default room is exact: the worst routing fills it, whatever the alignment."""
     for tokens, experts, alignment in ((1, 3, 8), (9, 4, 4), (5, 7, 3)):
         case = Case("", tokens=tokens, num_experts=experts, top_k=2, from_map=from_map)
         case = permutations.dataclasses.replace(case, align_size=alignment)
@@ -34,7 +34,7 @@ def test_nothing_is_dropped_without_a_bound(from_map: bool) -> None:
             worst = np.ones((tokens, experts), bool)
             p = ep.permute(np.ones((tokens, 1)), routing_map=worst, **case.options)
         else:
-            # Every expert once, and the rest to one of them, fills the most blocks.
+            # One slot for every expert and the rest for one expert fills the most blocks.
             worst = np.minimum(np.arange(tokens * 2), experts - 1).reshape(tokens, 2)
             p = ep.permute(np.ones((tokens, 1)), worst, **case.options)
         assert p.plan.dropped[0] == 0
@@ -90,7 +90,7 @@ def test_sums_of_bfloat16_are_rounded_once() -> None:
 
 @pytest.mark.parametrize("from_map", [False, True], ids=["indices", "map"])
 def test_rows_without_a_token_reach_nothing(from_map: bool) -> None:
-    """NaN and infinity in padding, dropped slots' places and the tail stay there."""
+    """NaN and infinity in padding, in dropped slots and in the tail spread to no other row."""
     case = Case("", align_size=4, num_out_tokens=8, from_map=from_map)
     given = permutations.inputs_of(case)
     inputs = given.joined()
@@ -117,7 +117,7 @@ def test_rows_without_a_token_reach_nothing(from_map: bool) -> None:
     np.testing.assert_array_equal(poisoned[0][3][empty[:, 0]], 0)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(poisoned))
 
-    # Cotangents of rows without a token reach no gradient either.
+    # Cotangents of rows without a token do not reach gradients either.
     p, pullback = jax.vjp(
         lambda x, w: ep.permute(x, **{key: inputs.choice}, probs=w, **case.options).tokens,
         inputs.tokens,
@@ -176,7 +176,7 @@ def test_three_dims_come_back_as_they_were() -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
 def test_narrow_and_unsigned_indices_meet_sizes_that_they_do_not_hold(dtype: str) -> None:
-    """128 is the first number that int8 does not hold, 256 that of uint8."""
+    """128 is the first number that int8 cannot hold, 256 the first that uint8 cannot."""
     idx = jnp.arange(128, dtype=dtype)[:, None]
     for num_experts in (128, 256):
         p = ep.permute(jnp.ones((128, 2)), idx, num_experts=num_experts)

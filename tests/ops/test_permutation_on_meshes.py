@@ -40,7 +40,7 @@ def placed(inputs: Inputs, mesh: Any, spec: P = BATCH) -> Inputs:
 
 
 def run(case: Case, inputs: Inputs, **options: Any) -> tuple[dict[str, Any], str]:
-    """Results, and the compiled program."""
+    """Returns results, and the text of the compiled program."""
     compiled = permutations.program(case, **options).lower(inputs).compile()
     return permutations.results(*compiled(inputs)), compiled.as_text() or ""
 
@@ -53,7 +53,7 @@ def assert_no_collectives(text: str) -> None:
 
 @contextmanager
 def mode(name: str) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """A mesh, and the options that say under plain jit how the tokens lie."""
+    """Yields a mesh, and the options that tell plain jit how tokens are sharded."""
     mesh = fakes.mesh_of(AXES, explicit="explicit" in name)
     spec = NamedSharding(mesh, BATCH) if name == "sharding" else BATCH
     options = {"tokens_spec": spec} if "explicit" not in name else {}
@@ -110,13 +110,13 @@ def test_untold_the_batch_is_one_shard_and_right(case: Case) -> None:
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 def test_a_batch_over_two_dims(explicit: bool) -> None:
-    """B over dp, S over fsdp: a shard's block is flattened, rows lie over both axes on dim 0."""
+    """B over dp, S over fsdp: a shard's block is flattened, and dim 0 of rows is over both axes."""
     case = Case("", tokens=6, align_size=4)
     mesh = fakes.mesh_of(AXES, explicit=explicit)
     shards = permutations.inputs_of(case, SHARDS)
 
     def spread(x: Any) -> Any:
-        """[4, 6, D] as [2 * 2, 2 * 3, D] of blocks [2, 3, D]."""
+        """Turns [4, 6, D] into [2 * 2, 2 * 3, D] of blocks [2, 3, D]."""
         x = x.reshape(2, 2, 2, 3, -1).transpose(0, 2, 1, 3, 4)
         return jax.device_put(x.reshape(4, 6, -1), NamedSharding(mesh, P("dp", "fsdp")))
 
@@ -166,7 +166,7 @@ def test_features_stay_on_their_axis(explicit: bool) -> None:
     ids=str,
 )
 def test_inside_a_shard_map_of_the_user(case: Case, manual: tuple[str, ...], check: bool) -> None:
-    """Manual axes cut nothing more; the others are nested, where they are told."""
+    """Manual axes split the batch already; other axes are nested if the caller names them."""
     shards = permutations.inputs_of(case, SHARDS)
     mesh = fakes.mesh_of(AXES)
     spec = P(tuple(axis for axis in ("dp", "fsdp") if axis in manual))
@@ -224,7 +224,7 @@ def test_a_plan_of_another_region_is_refused_or_seen_from_there() -> None:
 
 
 def test_explicit_operands_that_lie_elsewhere_get_gradients_where_they_lie() -> None:
-    """Only the choice says how the batch is cut; tokens are replicated, or have H over tp."""
+    """Only the routing shows how the batch is split; tokens are replicated, or have H over tp."""
     case = Case("", tokens=5, align_size=4)
     mesh = fakes.mesh_of(AXES, explicit=True)
     shards = permutations.inputs_of(case, SHARDS)
@@ -238,7 +238,7 @@ def test_explicit_operands_that_lie_elsewhere_get_gradients_where_they_lie() -> 
         assert got["d_tokens"].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
 
 
-@pytest.mark.usefixtures("optimized")  # one op at a time and all in one program have the same bits
+@pytest.mark.usefixtures("optimized")  # single ops and one program have the same bits
 def test_a_program_is_exported_and_read_back() -> None:
     case = Case("", tokens=5, align_size=4)
     spec = NamedSharding(fakes.mesh_of(AXES), BATCH)

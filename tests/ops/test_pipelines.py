@@ -1,4 +1,4 @@
-"""Several layers, handles and microbatches in one program: never each other's rows.
+"""Several layers, handles and microbatches in one program never mix their rows.
 
 On CPU, XLA starts independent calls in another order on each device; the windows must pair the
 right ones. Transport memfd alone, also between nodes: the other one has XLA's own ordering.
@@ -45,7 +45,7 @@ def group(make_group: fakes.MakeGroup, request: pytest.FixtureRequest) -> fakes.
 
 
 def both_ways(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Values and gradients of a function of (list of x, list of weights) -> list of outputs."""
+    """Values and gradients of a function from (list of x, list of weights) to a list of outputs."""
 
     def run(xs: Any, ws: Any) -> Any:
         outs, pull = jax.vjp(function, xs, ws)

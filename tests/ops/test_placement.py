@@ -1,4 +1,4 @@
-"""The sharding rules on axis names alone, and what processes on CPU do for a reduce-scatter."""
+"""The sharding rules on axis names alone, and how processes on CPU reduce-scatter."""
 
 from __future__ import annotations
 

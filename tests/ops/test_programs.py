@@ -1,4 +1,4 @@
-"""The ops inside the programs that people write: grad, remat, loops, donation, shard_map, vmap."""
+"""The ops inside programs that users write: grad, remat, loops, donation, shard_map, vmap."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def test_scan_over_one_layer_and_over_a_stack(group: fakes.LocalGroup) -> None:
         return x
 
     want = jax.value_and_grad(lambda x, w: unrolled(x, w).sum(), argnums=(0, 1))(x, weights)
-    # The xla transport compiles for long and reads no index: one of the two is enough there.
+    # Programs of the xla transport compile slowly and never read the index: one of the two is
+    # enough.
     one, each = (lambda _: layer), (lambda index: stack[index])
     for pick in (one, each) if group.spec.transport == "memfd" else (each,):
         run = jax.jit(
@@ -146,7 +147,7 @@ def count(text: str, target: str) -> int:
 
 
 def test_remat_keeps_the_plan_and_the_rows_that_the_policy_names(make_group: MakeGroup) -> None:
-    """Counted under a scan: in straight code XLA merges a recomputed call with the first one."""
+    """Counts under a scan, because XLA merges a recomputed call with the first in straight code."""
     group = make_group(transport="memfd", max_top_k=TOP_K)
     stack = group.register_layer_stack("stack", 3, top_k=TOP_K)
     x, idx, weights = draw()

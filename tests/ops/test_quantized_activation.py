@@ -1,4 +1,4 @@
-"""What the experts' matmuls take, quantized in fewer passes: the same bits, in every layout."""
+"""Operands of the experts' matmuls, quantized in fewer passes: the same bits in every layout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RECIPES = {
 
 
 class Process:
-    """Whether this is a process with GPUs that want the kernels.
+    """Imitates a process whose GPUs have the kernels, or one without.
 
     CPU multiplies the copies with K' along memory then, where there are some.
 
@@ -100,7 +100,7 @@ def test_one_call_makes_data_and_scales(
     for left, right in zip(jax.tree.leaves(here), jax.tree.leaves(alone), strict=True):
         assert left.dtype == right.dtype
         left, right = np.asarray(left), np.asarray(right)
-        # Gradients of slack are anything.
+        # Gradients of rows past the last group are undefined.
         mine = there if left.shape[:2] == there.shape else np.ones(left.shape, bool)
         np.testing.assert_array_equal(left[mine], right[mine])
 

@@ -1,4 +1,4 @@
-"""Tokens quantized where they are sent: the bits of rows quantized where they arrive."""
+"""Tokens quantized before they are sent have the bits of rows quantized on arrival."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RUNS = [
 
 
 def prepared(make_group: MakeGroup, case: cases.Case, transport: str) -> tuple[Any, Any]:
-    """The layer of a case and its inputs; what nobody wrote holds NaNs."""
+    """Returns a case's layer and inputs; memory that was never written holds NaN."""
     group = make_group(transport=transport, debug=True, **case.group_settings)
     layer = group.register_layer("moe", top_k=case.top_k)
     inputs = movement.inputs_of(case, group.spec, movement.capacity_of(case, layer))
@@ -56,7 +56,7 @@ def prepared(make_group: MakeGroup, case: cases.Case, transport: str) -> tuple[A
 
 
 def trained(layer: Any, case: cases.Case, inputs: Any, send: Callable[..., Any]) -> Any:
-    """What dispatch gives by `send`, and loss and gradients of a product of its rows."""
+    """Dispatches with `send`; returns its results, loss and gradients of a product of the rows."""
     hidden, given = case.hidden, (inputs.tokens, inputs.weights)
     shape = (case.num_experts, hidden, hidden)
     kernel = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
@@ -83,7 +83,7 @@ def trained(layer: Any, case: cases.Case, inputs: Any, send: Callable[..., Any])
 
 
 def assert_same(got: Any, want: Any) -> None:
-    """Bit for bit: what is used of rows, all of everything else."""
+    """Compares used rows and everything else bit for bit."""
     ((arrived, out, plan), grads), ((arrived_2, out_2, plan_2), grads_2) = got, want
     for slab, used in enumerate(np.asarray(plan_2.arrays.group_sizes).sum(1)):
         for x, y in zip(arrived, arrived_2, strict=True):
@@ -91,7 +91,7 @@ def assert_same(got: Any, want: Any) -> None:
     rest = [jax.tree.leaves(x) for x in ((out, plan, grads), (out_2, plan_2, grads_2))]
     for x, y in zip(*rest, strict=True):
         assert x.dtype == y.dtype
-        # NumPy knows the NaNs of its own dtypes alone.
+        # NumPy recognizes NaNs only in its own dtypes.
         np.testing.assert_array_equal(np.asarray(x, np.float64), np.asarray(y, np.float64))
 
 
@@ -120,7 +120,7 @@ def test_tokens_may_come_quantized(make_group: MakeGroup) -> None:
 def test_rows_of_dispatch_are_dequantized_without_slack(make_group: MakeGroup) -> None:
     layer, inputs = prepared(make_group, CASES[1], "memfd")
     sent = ep.dispatch(layer, jnp.ones_like(inputs.tokens), inputs.topk_idx, recipe=BLOCK)
-    assert sent.tokens.origin is None  # arrays that are there have no gradient
+    assert sent.tokens.origin is None  # existing arrays have no gradient
     values = np.asarray(sent.tokens.dequantize())
     for slab, used in enumerate(np.asarray(sent.group_sizes).sum(1)):
         assert set(np.unique(values[slab, :used])) <= {0.0, 1.0}
@@ -196,8 +196,9 @@ def draw() -> jax.Array:
 
 
 def normed(x: jax.Array, dtype: Any) -> jax.Array:
-    """What XLA would like to fuse with the ops around it, as users' programs are compiled. Without
-    most optimizations it rounds a norm's own gradient by what else it compiles."""
+    """A norm that XLA would fuse with the ops around it. Programs compile as users' do, because
+    without optimizations XLA rounds the norm's gradient depending on the rest of the program.
+    """
     return (x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * 0.7).astype(dtype)
 
 
@@ -206,7 +207,7 @@ def loss_of(y: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def plain(group: fakes.LocalGroup, dtype: Any = None, **options: Any) -> Any:
-    """One block: (loss, its arguments); with a norm before it where a dtype is given."""
+    """One block: (loss, its arguments); a norm comes first if a dtype is given."""
     layer = group.register_layer("moe", top_k=TOP_K)
     separate = options.pop("separate", False)
     params = ep.init_moe_params(jax.random.key(0), layer, INNER, separate=separate)
@@ -220,7 +221,7 @@ def plain(group: fakes.LocalGroup, dtype: Any = None, **options: Any) -> Any:
 
 
 def scanned(group: fakes.LocalGroup) -> Any:
-    """Three layers of a stack under remat that keeps plans and rows."""
+    """Three layers of a stack under remat that saves plans and rows."""
     stack = group.register_layer_stack("stack", 3, top_k=TOP_K)
     keys = jax.random.split(jax.random.key(0), 3)
     params = jax.vmap(lambda key: ep.init_moe_params(key, stack[0], INNER))(keys)
@@ -238,14 +239,14 @@ def scanned(group: fakes.LocalGroup) -> Any:
 
 
 def graded(loss: Any, arguments: Any) -> tuple[Any, str]:
-    """Loss, results and gradients; and the compiled program."""
+    """Returns loss, results and gradients, and the text of the compiled program."""
     both = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
     made = jax.jit(both).lower(*arguments).compile()
     return made(*arguments), made.as_text()
 
 
 def rows_sent(text: str) -> list[str]:
-    """Types of the rows in each dispatch of a compiled program."""
+    """Returns the types of rows in each dispatch of a compiled program."""
     return re.findall(r"= \((\w+)\[.* custom-call\(.*\"ep_dispatch_v1\"", text)
 
 
@@ -256,13 +257,13 @@ def assert_equal(got: Any, want: Any) -> None:
 
 @pytest.fixture
 def behind(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    """A context in which tokens are sent as they are, and quantized where they arrive."""
+    """A context that sends tokens unquantized and quantizes them on arrival."""
 
     @contextlib.contextmanager
     def patched() -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(moe_call, "_sent_by", lambda *_: None)
-            jax.clear_caches()  # of what was traced otherwise
+            jax.clear_caches()  # forgets programs traced the other way
             yield
         jax.clear_caches()
 
@@ -273,7 +274,7 @@ def behind(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
 def test_results_and_gradients_are_those_of_tokens_sent_as_they_are(
     make_group: MakeGroup, behind: Callable[[], Any]
 ) -> None:
-    """Weights before wo, a pair, drops."""
+    """Covers weights before wo, a pair, and drops."""
     options: Any = {"weights_at": "hidden", "separate": True, "capacity": 32}
     check_both(*plain(make(make_group), jnp.float32, **options), behind)
 
@@ -283,14 +284,14 @@ def test_so_they_are_in_a_scan_with_remat(make_group: MakeGroup, behind: Callabl
 
 
 def check_both(loss: Any, arguments: Any, behind: Any) -> None:
-    """The same numbers, of as many calls."""
+    """Checks that both ways give the same numbers with the same number of calls."""
     got, text = graded(loss, arguments)
     with behind():
         want, text_behind = graded(loss, arguments)
     assert_equal(got, want)
     assert {*rows_sent(text)} == {"u8"}
     assert "u8" not in rows_sent(text_behind)
-    # Gradients are sent as they are in both, and nothing is sent twice.
+    # Both ways send gradients unquantized, and nothing twice.
     assert len(rows_sent(text)) == len(rows_sent(text_behind))
 
 
@@ -331,7 +332,7 @@ def test_inside_a_shard_map_of_the_user(make_group: MakeGroup, behind: Callable[
 def test_tokens_are_sent_as_they_are_where_bits_or_speed_say_so(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other recipes, weights that multiply what arrives, and GPUs."""
+    """Covers other recipes, weights that multiply rows on arrival, and GPUs."""
 
     def sent(group: fakes.LocalGroup, **options: Any) -> str:
         layer = group.register_layer("moe", top_k=TOP_K)
@@ -340,7 +341,7 @@ def test_tokens_are_sent_as_they_are_where_bits_or_speed_say_so(
         return str(program.trace(jax.ShapeDtypeStruct((64, 128), jnp.float32), params).jaxpr)
 
     group = make(make_group, hidden_size=128, partitioning="shard_map")
-    bytes_ = "u8[8,144]"  # of a device's tokens: 128 values, a scale, and what pads them
+    bytes_ = "u8[8,144]"  # rows of a device's tokens: 128 values, a scale, and padding
     assert bytes_ in sent(group, recipe=BLOCK)
     assert bytes_ in sent(group, recipe=(BLOCK, None))
     assert bytes_ not in sent(group, recipe=(None, BLOCK))

@@ -1,4 +1,4 @@
-"""Weights quantized once: the bits of `recipe=`, gradients to the masters, nothing done twice."""
+"""Weights quantized once: bits of `recipe=`, gradients to the f32 weights, no repeated work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax.extend import core
 
 import ep_runtime as ep
 
-EXPERTS, HIDDEN, INNER, TOKENS, TOP_K = 4, 64, 96, 24, 2  # blocks of 128 are cut by both
+EXPERTS, HIDDEN, INNER, TOKENS, TOP_K = 4, 64, 96, 24, 2  # neither is a multiple of a block of 128
 TENSOR, BLOCK, MX = ep.recipes.TensorScaling(), ep.recipes.BlockScaling(), ep.recipes.MXFP8()
 _KEY = jax.eval_shape(jax.random.key, 0)
 _WEIGHTS = {(HIDDEN, 2, INNER), (HIDDEN, INNER), (INNER, HIDDEN)}
@@ -39,7 +39,7 @@ def layer(group: fakes.LocalGroup) -> Any:
 
 
 def drawn(layer: Any, dtype: Any = jnp.bfloat16, **options: Any) -> tuple[Any, Any]:
-    """Tokens and parameters, biases too, by NumPy: each draw of JAX is a program."""
+    """Draws tokens and parameters with biases in NumPy, because each draw of JAX is a program."""
     rng = np.random.default_rng(0)
 
     def filled(each: Any) -> jax.Array:
@@ -51,7 +51,7 @@ def drawn(layer: Any, dtype: Any = jnp.bfloat16, **options: Any) -> tuple[Any, A
 
 
 def graded(function: Callable[..., Any], params: Any, *others: Any) -> Any:
-    """A value and its gradients by the first two operands."""
+    """Returns a value and its gradients with respect to the first two operands."""
 
     def loss(params: Any, x: Any, *rest: Any) -> Any:
         y = function(params, x, *rest)
@@ -66,7 +66,7 @@ def same(got: Any, want: Any) -> None:
 
 
 def weights_quantized(run: Callable[..., Any], *operands: Any) -> int:
-    """How many arrays like wi, gate, up or wo a program rounds to 8 bits, with trips of scans."""
+    """Counts arrays like wi, gate, up or wo that a program rounds to 8 bits, per trip of scans."""
     return _rounded(jax.make_jaxpr(run)(*operands).jaxpr)
 
 
@@ -88,7 +88,7 @@ def _is_program(x: Any) -> bool:
     return isinstance(x, core.Jaxpr | core.ClosedJaxpr)
 
 
-# Recipe, dtype of tokens, what the parameters are, and whether the way is the block call.
+# Recipe, dtype of tokens, kind of parameters, and whether the block call runs.
 CASES: dict[str, tuple[Any, Any, dict[str, Any], bool]] = {
     "tensor scales": (TENSOR, jnp.bfloat16, {"param_dtype": jnp.bfloat16}, False),
     "blocks": (BLOCK, jnp.bfloat16, {"use_bias": True}, True),
@@ -184,7 +184,7 @@ def test_a_stack_is_quantized_at_once_and_scanned(
     same(jax.jit(once)(params, x, params8), jax.jit(by_recipe)(params, x))
     assert weights_quantized(once, params, x, params8) == 0
     again = 1 if policy is None else 2
-    rounded = {TENSOR: 3, MX: 4}[recipe]  # gate, up and wo; MX makes two of wi and wo
+    rounded = {TENSOR: 3, MX: 4}[recipe]  # gate, up and wo; MX makes two copies of wi and wo
     assert weights_quantized(by_recipe, params, x) == 2 * again * rounded
 
 
@@ -194,7 +194,7 @@ def test_a_scan_stacks_no_copy_of_weights_that_it_is_given(
     group: fakes.LocalGroup, ways: Ways, once: bool, as_call: bool
 ) -> None:
     stack = group.register_layer_stack(f"given {once} {as_call}", 2, top_k=TOP_K)
-    x, each = drawn(stack[0], param_dtype=jnp.bfloat16)  # others are cast, and casts are kept
+    x, each = drawn(stack[0], param_dtype=jnp.bfloat16)  # others are cast, and casts are saved
     params = jax.tree.map(lambda x: jnp.stack([x, x]), each)
     ways.as_users() if as_call else ways.by_ops()
 

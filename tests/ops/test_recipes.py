@@ -29,7 +29,7 @@ DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
 def interesting() -> Any:
-    """f32 at, and one bit beside, everything that rounding to 8 bits could trip over."""
+    """f32 values that are hard to round to 8 bits, and those one bit next to them."""
     top = np.arange(1 << 16, dtype=np.uint32) << 16
     rng = np.random.default_rng(0)
     bits = [top | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]
@@ -84,7 +84,7 @@ def test_rounding_is_to_nearest_even_and_saturates(dtype: Any) -> None:
         want = np.where(finite, np.clip(values, -limit, limit), values).astype(dtype)
     number = ~np.isnan(want.astype(np.float32))
     np.testing.assert_array_equal(got[number].view(np.uint8), want[number].view(np.uint8))
-    # NaN stays NaN, and so does an infinity where the dtype has none; nothing else becomes NaN.
+    # NaN stays NaN, and infinities become NaN if the dtype has none; nothing else becomes NaN.
     np.testing.assert_array_equal(np.isnan(got.astype(np.float32)), ~number)
     infinite = got[np.isinf(values)].astype(np.float32)
     assert (np.isinf(infinite) if dtype == jnp.float8_e5m2 else np.isnan(infinite)).all()
@@ -96,7 +96,7 @@ def test_scales_are_quotients_rounded_once(dtype: Any) -> None:
     rng = np.random.default_rng(1)
     amax = np.exp(rng.uniform(-80, 80, 1 << 16)).astype(np.float32)
     amax[:4] = [0, 1e-40, 2.0**-126, np.finfo(np.float32).max]
-    # Quotients that are powers of two, and those beside them.
+    # Quotients that are powers of two, and their neighbours.
     edges = (np.float32(jnp.finfo(dtype).max) * 2.0 ** np.arange(-100, 100)).astype(np.float32)
     beside = [np.nextafter(edges, np.float32(side)) for side in (0, np.inf)]
     amax = np.concatenate([amax, edges, *beside])
@@ -104,7 +104,7 @@ def test_scales_are_quotients_rounded_once(dtype: Any) -> None:
     got = np.asarray(jax.jit(lambda a: rounding.scale_of(a, dtype))(amax))
     exact = np.maximum(amax / np.float32(jnp.finfo(dtype).max), np.float32(2.0**-126))
     np.testing.assert_array_equal(got, np.where(amax < 2.0**-126, np.float32(1), exact))
-    # A value that is the amax lands on the largest one of the dtype.
+    # The amax maps to the dtype's largest value.
     usual = (amax > 2.0**-126) & (got > 2.0**-126)
     data = rounding.round_scaled(amax[usual], got[usual], dtype)
     np.testing.assert_array_equal(np.asarray(data).astype(np.float32), jnp.finfo(dtype).max)
@@ -136,7 +136,7 @@ def test_every_byte_widens_exactly() -> None:
     for dtype in (*DTYPES, jnp.float8_e8m0fnu):
         wide = jax.jit(lambda x, d=dtype: lax.bitcast_convert_type(x, d).astype(jnp.float32))(raw)
         want = raw.view(dtype).astype(np.float32)
-        # CPUs flush the one scale below the smallest normal f32; we never store it.
+        # CPUs flush a scale below the smallest normal f32; we never store one.
         keep = want != 2.0**-127
         np.testing.assert_array_equal(np.asarray(wide)[keep], want[keep])
 
@@ -159,7 +159,7 @@ def test_delayed_histories_move_on_and_scale_by_their_largest() -> None:
     q, k, state = step(x, w, recipe.init_state(2))
     np.testing.assert_array_equal(q.scale, 1)
     np.testing.assert_array_equal(k.scale, 1)
-    # A scale of 1 saturates what is over 448.
+    # With a scale of 1, values over 448 saturate.
     np.testing.assert_array_equal(np.asarray(q.data).astype(np.float32)[1, :3], 448)
     np.testing.assert_array_equal(state.x, [[4, 2000], [0, 0]])
     q, k, state = step(0 * x, w, state)

@@ -78,7 +78,7 @@ def test_bias_update_pushes_towards_the_mean_load() -> None:
     ("experts", "mean"), [(60, 100_000), (256, 2_000_000), (384, 2_000_000), (1024, 2_000_000_000)]
 )
 def test_bias_updates_are_exact_at_real_loads(experts: int, mean: int) -> None:
-    """f32 counts to 2^24; the sum of the last case passes int32."""
+    """f32 counts exactly to 2^24; the sum of the last case overflows int32."""
     rng = np.random.default_rng(experts)
     step = jax.jit(lambda loads: ep.update_expert_bias(jnp.zeros(experts), loads, 1.0))
     for _ in range(20):
@@ -127,7 +127,7 @@ def test_top_k_is_a_stable_descending_sort(dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "bfloat16"])
 def test_top_k_of_narrow_floats_names_every_index_once(dtype: str) -> None:
-    """float8_e4m3fn has no -inf to put in the place of what was picked."""
+    """float8_e4m3fn has no -inf to replace values that were already picked."""
     values, idx = ep.top_k(jnp.asarray([1, 3, 2, 0.5, -448, -0.0, 0.0]).astype(dtype), 7)
     np.testing.assert_array_equal(idx, [1, 2, 0, 3, 5, 6, 4])
     np.testing.assert_array_equal(values.astype(float), [3, 2, 1, 0.5, 0, 0, -448])

@@ -1,4 +1,4 @@
-"""Losses that read `MoEStats.routing`, and how exact the router's matmul is."""
+"""Losses that read `MoEStats.routing`, and the precision of the router's matmul."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ LOSSES = {"z": ep.z_loss, "balance": ep.aux_loss, "by sequence": ep.sequence_aux
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_masked_tokens_are_in_no_loss(name: str) -> None:
-    """Whether the routing was masked, or the loss is; sequences without a token count neither."""
+    """Masks the routing or the loss; a sequence without tokens does not count either."""
     logits, mask = drawn()[0], np.ones((BATCH, SEQUENCE), bool)
     mask[:, 5:], mask[2] = False, False
     odd = np.where(mask[..., None], logits, np.nan)
@@ -167,7 +167,7 @@ def test_products_of_bf16_have_the_accuracy_of_f32(router_dtype: Any, lead: Any)
     d_x, d_router = jax.jit(routing_matmul._narrow_grads)(x, router, grad)
     flat = x64.reshape(-1, WIDTH).T @ grad64.reshape(-1, COLUMNS)
     assert (d_x.dtype, d_router.dtype) == (x.dtype, router.dtype)
-    assert worst(d_x, grad64 @ router64.T) < 2**-8  # its own rounding
+    assert worst(d_x, grad64 @ router64.T) < 2**-8  # the result's own rounding
     assert worst(d_router, flat) < (2**-8 if router_dtype == BF16 else 2e-5)
 
 

@@ -1,4 +1,4 @@
-"""Options of the router against their definition in NumPy, values and gradients."""
+"""Options of the router, against their definition in NumPy: values and gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SCORES = {
 
 @dataclasses.dataclass(frozen=True)
 class Router:
-    """The definition in f64. Weights are scores (of softmax: shares of all), normalised or not.
+    """The definition in f64. Weights are scores (with softmax: shares of all), normalised or not.
 
     Attributes:
         score: name in SCORES.
@@ -69,7 +69,7 @@ class Router:
         return picked / picked.sum(-1, keepdims=True) if self.normalize else picked
 
     def gradient(self, logits: Any, idx: Any) -> Any:
-        """Of sum(weights * FACTORS), by differences in f64."""
+        """Gradient of sum(weights * FACTORS), by finite differences in f64."""
         wide, step = np.asarray(logits, np.float64), 1e-5
         grad = np.zeros_like(wide)
         for expert in range(EXPERTS):
@@ -79,7 +79,7 @@ class Router:
         return grad
 
 
-# What is asked of `route`, and what that is.
+# Arguments of `route`, and the router that they mean.
 CASES: dict[str, tuple[dict[str, Any], Router]] = {
     "softmax over the picked": ({}, Router("softmax", by_logits=True)),
     "the same when asked": ({"normalize_weights": True}, Router("softmax", by_logits=True)),
@@ -150,7 +150,7 @@ def test_an_option_is_its_definition(logits: Any, name: str) -> None:
 
 
 def test_group_scores_change_the_choice(logits: Any) -> None:
-    """Otherwise the cases above could not tell one number of summed scores from another."""
+    """Otherwise the cases above could not tell apart different numbers of summed scores."""
     chosen = [
         routed(logits, TOP_K, num_groups=4, group_topk=2, group_score_topk=n).topk_idx
         for n in (1, 2, 3)
@@ -185,7 +185,7 @@ def test_square_roots_of_softplus_at_the_ends_of_f32() -> None:
 
     wide = np.asarray(far[0], np.float64)
     want = np.sqrt(np.logaddexp(wide, 0.0))
-    # sigmoid(x) / (2 sqrt(s)), which is sqrt(s) / 2 where both are exp(x).
+    # sigmoid(x) / (2 sqrt(s)), which is sqrt(s) / 2 if both are exp(x).
     low, sigmoid = wide < -40, np.exp(-np.logaddexp(0.0, -wide))
     slope = np.where(low, want, sigmoid / np.where(low, 1.0, want)) / 2
     for expert in range(8):
@@ -198,7 +198,7 @@ def test_square_roots_of_softplus_at_the_ends_of_f32() -> None:
 @pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("low", [-46.0, -90.0, -150.0, -np.inf])
 def test_scores_of_nearly_nothing_have_finite_gradients(score: str, low: float) -> None:
-    """A token that is masked out, or a router that has gone astray."""
+    """Covers a masked token, and a router with extreme logits."""
 
     def loss(logits: Any) -> Any:
         routing = routed(logits, 2, score_function=score)
@@ -210,7 +210,7 @@ def test_scores_of_nearly_nothing_have_finite_gradients(score: str, low: float) 
 
 
 def test_shares_too_small_to_divide_by_stay_finite() -> None:
-    """A bias, or routing groups, may choose experts that the softmax gives nothing."""
+    """A bias, or routing groups, may choose experts whose softmax share is 0."""
     logits = np.array([[0.0, 0.0, -200.0, -210.0]], np.float32)
     bias = np.array([0.0, 0.0, 2.0, 2.0], np.float32)
 

@@ -1,4 +1,4 @@
-"""Which programs hold the GPU kernels that go over rows, seen in what they are lowered to."""
+"""Finds the GPU kernels that work on rows in lowered programs."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ BF16 = jnp.dtype(jnp.bfloat16)
 
 @pytest.fixture(autouse=True)
 def _available(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> None:
-    """No GPU need be there to lower for one."""
+    """Programs lower for GPUs on machines without one."""
     monkeypatch.setattr(serve, "available", lambda: True)
 
 
 def calls(function: Any, *operands: Any, platform: str = "cuda") -> list[str]:
-    """The row kernels of the program, in order of their names."""
+    """Returns the row kernels of the program, sorted by name."""
     text = lowered(function, *operands, platform=platform)
     return [name for name in sorted(TARGETS) for _ in range(text.count(f"@{name}("))]
 
@@ -181,7 +181,7 @@ def test_gpus_permute_by_kernels(weighted: bool) -> None:
         return out, pull(jnp.cos(out))
 
     given = (drawn(12, 16), weights, jnp.bfloat16(2))
-    # Forward spreads and sums, and backward does.
+    # Forward spreads and sums rows, and so does backward.
     assert calls(run, *given) == ["ep_spread_rows_v1"] * 2 + ["ep_sum_rows_v1"] * 2
     assert calls(run, *given, platform="cpu") == []
     narrow = functools.partial(sorted_and_back, choice=choice, weights=weights, scale=1)
@@ -226,7 +226,7 @@ def test_sums_of_8_bits_are_made_and_added_by_kernels(dtype: str) -> None:
     names = ["ep_quantize_tiles_v1", "ep_sum_scaled_rows_v1"]
     assert calls(run, sums, slot_row) == names
     assert calls(run, sums, slot_row, platform="cpu") == []
-    odd = sums[:, :327]  # what no lane converts at once
+    odd = sums[:, :327]  # not a multiple of the values a lane converts at once
     assert calls(run, odd, slot_row) == []
 
 

@@ -28,7 +28,7 @@ BATCH = PartitionSpec(("dp", "fsdp"))
 
 
 def lists(shards: int) -> tuple[Any, Any]:
-    """Sizes and orders [n, 4] of as many shards, all different."""
+    """Returns sizes and orders [n, 4] for n shards, all different."""
     picked = [list(CASES.values())[i % len(CASES)] for i in range(shards)]
     return tuple(np.array(part, np.int32) for part in zip(*picked, strict=True))
 

@@ -1,4 +1,4 @@
-"""vmap over a mesh axis outside the group, as the stages of a pipeline are written."""
+"""vmap over a mesh axis outside the group, as programs write the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def group_of(make_group: MakeGroup, axes: dict[str, int], **settings: Any) -> fa
 
 
 def draw(group: fakes.LocalGroup, layer: Any, *, on_experts: bool = True) -> tuple[Any, Any]:
-    """Tokens [STAGES, T, H] and the parameters of every stage, each on its own devices."""
+    """Draws tokens [STAGES, T, H] and every stage's parameters, each on the stage's devices."""
     keys = jax.random.split(jax.random.key(0), STAGES)
     each = [ep.init_moe_params(key, layer, WIDTH) for key in keys]
     tokens = jax.random.normal(jax.random.key(1), (STAGES, TOKENS, HIDDEN))
@@ -70,7 +70,7 @@ def graded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def one_by_one(graded_stage: Callable[..., Any], *operands: Any) -> Any:
-    """What `graded(over_stages(...))` returns, from a program of one stage."""
+    """Computes the results of `graded(over_stages(...))` by a program of one stage."""
     results = [
         graded_stage(*jax.tree.map(lambda leaf, i=i: leaf[i], operands)) for i in range(STAGES)
     ]
@@ -118,7 +118,7 @@ def test_other_transports(make_group: MakeGroup, transport: str) -> None:
 
 
 def test_each_stage_has_layers_of_its_own_in_a_scan_with_remat(make_group: MakeGroup) -> None:
-    """The index of a layer is batched: stage s runs layers 2 s and 2 s + 1."""
+    """The layer's index is batched: stage s runs layers 2 s and 2 s + 1."""
     group = group_of(make_group, MESHES["ep 4"])
     stack = group.register_layer_stack("moe", 2 * STAGES, top_k=2)
     first = jnp.arange(STAGES, dtype=jnp.int32) * 2
@@ -173,7 +173,7 @@ def test_what_all_stages_share_is_not_batched(make_group: MakeGroup) -> None:
 
 
 def test_a_pipeline_trains_as_without_one(make_group: MakeGroup) -> None:
-    """Microbatches shift from stage to stage; the other path is dense, in f64, without stages."""
+    """Microbatches shift from stage to stage; the reference is dense, in f64, without stages."""
     group = group_of(make_group, MESHES["ep 4"])
     layer = group.register_layer("moe", top_k=2)
     _, params = draw(group, layer)

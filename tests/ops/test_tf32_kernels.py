@@ -1,5 +1,6 @@
-"""f32 products by GPU kernels in tf32: which programs hold them, and that what the kernels are
-given makes the products. Stand-ins multiply in NumPy what the calls' own words say."""
+"""f32 products by GPU kernels in tf32: which programs hold them, and whether their operands give
+the right products. Stand-ins multiply in NumPy according to the calls' attributes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ GRADED = {
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> None:
-    """The library need not be there to lower for it."""
+    """Programs lower for GPUs without the CUDA library."""
     monkeypatch.setattr(serve, "installed", lambda: True)
 
 
@@ -44,7 +45,7 @@ def test_gpus_get_the_kernels_and_cpus_do_not() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_16_bit_operand_beside_an_f32_one_is_widened(dtype: str) -> None:
     lhs, rhs, bias = drawn(k=40, n=(24,))
-    # The gradient that comes back has out_dtype.
+    # The incoming gradient has out_dtype.
     assert calls(graded(out_dtype=dtype), lhs, rhs, bias) == GRADED
     found = calls(graded(), lhs.astype(jnp.dtype(dtype)), rhs, bias)
     assert found == {"ep_grouped_gemm_v1": 2, "ep_grouped_gemm_dw_v1": 1}
@@ -61,7 +62,7 @@ def test_a_16_bit_operand_beside_an_f32_one_is_widened(dtype: str) -> None:
     ],
 )
 def test_precisions_above_tf32_stay_with_xla(precision: str, served: bool) -> None:
-    """Backward follows what forward was asked for, wherever it is traced."""
+    """Backward has the precision that forward was given, wherever it is traced."""
     lhs, rhs, bias = drawn()
 
     def pulled(*operands: Any) -> Any:
@@ -97,11 +98,11 @@ def test_exports_hold_the_kernels_for_gpus() -> None:
     assert "@ep_tf32_grouped_gemm_dw_v1(" in exported.mlir_module()
 
 
-# What follows calls the stand-ins.
+# The code below calls the stand-ins.
 
 
 def rounded(x: Any) -> Any:
-    """To tf32, ties to even, as f64."""
+    """Rounds to tf32, ties to even, and returns f64."""
     bits = np.asarray(x, np.float32).view(np.uint32)
     even = (bits + 0xFFF + (bits >> 13 & 1)) & np.uint32(0xFFFFE000)
     return np.where(np.isfinite(x), even.view(np.float32), x).astype(np.float64)
@@ -121,7 +122,7 @@ def multiply_columns(shape: Any, sizes: Any, lhs: Any, grad: Any, *, slab_rows: 
 
 
 def transposed_rows(shape: Any, sizes: Any, rows: Any) -> Any:
-    """Bits of f32 values travel as four bytes of their own."""
+    """Moves f32 values as four separate bytes."""
     parts = np.asarray(rows).view(np.uint8).reshape(*rows.shape, 4)
     moved = [transpose_rows(shape, sizes, parts[..., byte]) for byte in range(4)]
     return np.stack(moved, -1).reshape(*shape, 4).view(np.float32)[..., 0]
@@ -139,7 +140,7 @@ def stand_in(target: str, shapes: Any, *operands: Any, **way: Any) -> list[jax.A
     if len(given) == 5:  # the second array of a pair
         given[2] = np.concatenate([given[2], given.pop()], 2)
     copies: list[jax.Array] = []
-    if way.get("data_grad") == 0:  # what the call keeps the transposed weights in
+    if way.get("data_grad") == 0:  # the call's memory for transposed weights
         *shapes, copy = shapes
         assert copy == np.swapaxes(given[2], 1, 2).shape
         copies = [jnp.full(copy, jnp.nan)]
@@ -187,7 +188,7 @@ def test_what_the_kernels_are_given_makes_the_products(
 def test_a_pair_makes_the_products_of_its_one_array(
     half: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read apart where the kernels can, and copied into one array elsewhere."""
+    """Kernels that can read two arrays do so; for others the arrays are copied into one."""
     seen: list[int] = []
 
     def counted(target: str, shapes: Any, dtype: Any, *operands: Any, **way: Any) -> Any:
@@ -219,7 +220,7 @@ def test_a_pair_makes_the_products_of_its_one_array(
 
 
 def limit(want: Any) -> float:
-    """Each operand is off by up to 2^-11, a sum by less than twice that of what is summed."""
+    """Each operand is off by up to 2^-11, a product by less than twice that."""
     return 2.0**-10 * float(np.abs(np.asarray(want)).max())
 
 

@@ -1,4 +1,4 @@
-"""Masked tokens: the block and its losses are what they are without them, NaN or not."""
+"""Masked tokens change neither the block nor its losses, whether they are NaN or not."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def layer(request: pytest.FixtureRequest, make_group: MakeGroup) -> Any:
 
 
 def draw(*lead: int) -> tuple[Any, Any]:
-    """Tokens and a mask; tokens that it takes out are NaN."""
+    """Draws tokens and a mask; masked tokens are NaN."""
     keys = jax.random.split(jax.random.key(3))
     mask = np.array(jax.random.bernoulli(keys[0], 0.6, lead))
-    mask.reshape(-1)[:9] = False  # a whole rank's
+    mask.reshape(-1)[:9] = False  # all tokens of a rank
     x = jax.random.normal(keys[1], (*lead, HIDDEN))
     return jnp.where(mask[..., None], x, jnp.nan), mask
 
@@ -108,7 +108,7 @@ def test_an_own_routing_loses_masked_tokens(layer: Any) -> None:
 
 
 def test_masks_and_coefficients_may_be_traced_and_take_no_capacity(layer: Any) -> None:
-    """Inside a shard_map too, where the mask is local; drops are those of the other tokens."""
+    """Also inside a shard_map, where the mask is local; drops are those of the other tokens."""
     (x, mask), params = draw(TOKENS), ep.init_moe_params(jax.random.key(0), layer, 24)
     options: dict[str, Any] = {"capacity": 16, "return_stats": True}
 

@@ -1,4 +1,4 @@
-"""dispatch and combine against the reference, and which layout tokens get."""
+"""dispatch and combine against the reference, and the layout of their results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_case(make_group: MakeGroup, transport: str, case: cases.Case) -> dict[
     inputs = movement.inputs_of(case, group.spec, capacity)
     got = movement.run_ops(layer, case, movement.placed(inputs, case, group))
     want = movement.run_reference(case, group.spec, inputs, capacity)
-    # Between nodes the receiver's side of a plan speaks of its node alone.
+    # Between nodes, the receiver's part of a plan describes its node only.
     names = SHARED if group.spec.node_size else tuple(want["plan"])
     for name in names:
         array = want["plan"][name]
@@ -51,7 +51,7 @@ def check_case(make_group: MakeGroup, transport: str, case: cases.Case) -> dict[
     return got
 
 
-# Each value of each field once: the programs of xla take seconds to compile.
+# Covers each value of each field once, because programs of xla take seconds to compile.
 ON_XLA = {
     "top-8",
     "bfloat16 exact",

@@ -45,7 +45,7 @@ def test_movement_is_bit_equal(make_group: MakeGroup, case: cases.Case) -> None:
 
 @pytest.mark.parametrize("row_alignment", [1, 4])
 def test_rows_that_lie_closer_are_bit_equal(make_group: MakeGroup, row_alignment: int) -> None:
-    """Drops and num_recv are those of the layer's alignment."""
+    """Drops and num_recv follow the layer's alignment."""
     idx = jax.random.randint(jax.random.key(1), (8 * 12, 4), -1, 8)
     plans = []
     for transport in ("memfd", "xla"):
@@ -68,7 +68,7 @@ def test_rows_that_lie_closer_are_bit_equal(make_group: MakeGroup, row_alignment
 
 
 def test_a_model_around_the_block_is_bit_equal(make_group: MakeGroup) -> None:
-    """Elementwise code beside the ops must not fuse differently: XLA would contract to FMA."""
+    """Elementwise code around the ops must not fuse differently: XLA would contract to FMA."""
     results = []
     for transport in ("memfd", "xla"):
         group = make_group(

@@ -54,7 +54,7 @@ def make_params(layer: Any, *, biases: bool = False) -> ep.MoEParams:
 
 
 def draw(*lead: int) -> tuple[Any, Any, Any]:
-    """Tokens, experts (some slots unused, some twice in a token) and weights of any size."""
+    """Draws tokens, experts (some slots unused, some repeated in a token) and weights."""
     keys = jax.random.split(jax.random.key(5), 3)
     idx = jax.random.randint(keys[1], (*lead, TOP_K), -2, EXPERTS).clip(-1)
     assert (idx < 0).any()
@@ -64,7 +64,7 @@ def draw(*lead: int) -> tuple[Any, Any, Any]:
 
 
 def graded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """(y, gradients of x, parameters and weights) of a function of these.
+    """Returns (y, gradients of x, parameters and weights) of a function.
 
     The cotangent does not depend on y: experts' outputs are large here, and so are errors of 8 bits
     beside 2 pi.
@@ -113,7 +113,7 @@ def test_values_and_gradients(layer: Any, lead: tuple[int, ...], biases: bool) -
     got = jax.jit(graded(block(layer, idx)))(x, params, weights)
     assert worst_error(got, in_f64(graded(dense(idx)), x, params, weights)) < 1e-5
     np.testing.assert_array_equal(np.asarray(got[1][2])[np.asarray(idx) < 0], 0)
-    # What is weighted matters here: experts are not linear.
+    # It matters here which operand is weighted, because experts are not linear.
     late = jax.jit(block(layer, idx, weights_at=None))(x, params, weights)
     assert worst_error(late, np.asarray(got[0], np.float64)) > 0.1
 

@@ -1,4 +1,4 @@
-"""What grouped math means, in NumPy: the oracle of the tests.
+"""Defines grouped math in NumPy, as the oracle of the tests.
 
 Written from the contract, with Python loops over groups; sums in f64, rounding by ml_dtypes.
 Rows are [C, ...] with group_sizes [L]; rows past sum(group_sizes) are never looked at.
@@ -28,7 +28,7 @@ F32_SMALLEST = np.float32(2.0**-126)
 
 
 def zones(group_sizes: Any) -> Iterator[tuple[int, slice]]:
-    """(group, its rows) of every group."""
+    """Yields (group, its rows) of every group."""
     start = 0
     for group, size in enumerate(np.asarray(group_sizes)):
         yield group, slice(start, start + int(size))
@@ -36,7 +36,9 @@ def zones(group_sizes: Any) -> Iterator[tuple[int, slice]]:
 
 
 def grouped_gemm(lhs: Any, rhs: Any, bias: Any, group_sizes: Any) -> Array:
-    """lhs [C, K'], rhs [L, K', *N'], bias [L, *N'] or None -> f64 [C, *N'], zeros in the slack."""
+    """lhs [C, K'], rhs [L, K', *N'], bias [L, *N'] or None -> f64 [C, *N']; 0 past
+    the last group.
+    """
     lhs, rhs = np.asarray(lhs, np.float64), np.asarray(rhs, np.float64)
     out = np.zeros((lhs.shape[0], *rhs.shape[2:]))
     for group, rows in zones(group_sizes):
@@ -72,7 +74,7 @@ def bias_grad(grad: Any, group_sizes: Any) -> Array:
 
 
 class Quantized(NamedTuple):
-    """data and f32 scales; MXFP8 has the column-wise copy too."""
+    """Data and f32 scales; MXFP8 has the column-wise copy too."""
 
     data: Array
     scale: Array | None
@@ -81,7 +83,9 @@ class Quantized(NamedTuple):
 
 
 def quantize_rows(recipe: Recipe, x: Any, group_sizes: Any, *, gradient: bool = False) -> Quantized:
-    """x [C, *mid, K'] -> what grouped_quantize gives; zeros and scales of 1 in the slack."""
+    """x [C, *mid, K'] -> the result of grouped_quantize; zeros and scales of 1 past
+    the last group.
+    """
     dtype = recipe.data_dtype(gradient)
     x = np.asarray(x, np.float32).copy()
     x[int(np.sum(group_sizes)) :] = 0
@@ -102,7 +106,7 @@ def quantize_rows(recipe: Recipe, x: Any, group_sizes: Any, *, gradient: bool = 
 
 
 def quantize_kernel(recipe: Recipe, w: Any) -> Quantized:
-    """w [E, K', *mid, N'] -> what grouped_quantize gives."""
+    """w [E, K', *mid, N'] -> the result of grouped_quantize."""
     dtype = recipe.data_dtype()
     w = np.asarray(w, np.float32)
     last = w.ndim - 1
@@ -120,7 +124,7 @@ def quantize_kernel(recipe: Recipe, w: Any) -> Quantized:
 
 
 def tiled(x: Array, tiles: dict[int, int], dtype: Any, power_of_two: bool) -> tuple[Array, Array]:
-    """Data like x and f32 scales, one per tile of x; the last tile of a dim may be smaller."""
+    """Data shaped like x, and an f32 scale per tile of x; the last tile of a dim may be smaller."""
     counts = [-(-n // tiles.get(axis, 1)) for axis, n in enumerate(x.shape)]
     data, scale = np.zeros(x.shape, dtype), np.ones(counts, np.float32)
     for place in np.ndindex(*counts):
@@ -132,7 +136,7 @@ def tiled(x: Array, tiles: dict[int, int], dtype: Any, power_of_two: bool) -> tu
 
 
 def scale_of(values: Array, dtype: Any, power_of_two: bool = False) -> np.float32:
-    """The scale of f32 values that share one."""
+    """Returns the scale of f32 values that share one."""
     finite = np.abs(values[np.isfinite(values)])
     amax = finite.max() if finite.size else np.float32(0)
     if amax < F32_SMALLEST:
@@ -140,13 +144,13 @@ def scale_of(values: Array, dtype: Any, power_of_two: bool = False) -> np.float3
     largest = np.float32(jnp.finfo(dtype).max)
     if not power_of_two:
         return np.float32(max(np.float32(amax) / largest, F32_SMALLEST))
-    # In f64 the quotient is exact where it is a power of two, and on the right side elsewhere.
+    # In f64 a quotient that is a power of two is exact, and others round to the right side.
     mantissa, exponent = np.frexp(np.float64(amax) / np.float64(largest))
     return np.float32(max(2.0 ** (exponent - (mantissa == 0.5)), F32_SMALLEST))
 
 
 def rounded(values: Array, scale: Any, dtype: Any) -> Array:
-    """f32 values times 1 / scale in `dtype`: to nearest even, saturating."""
+    """Rounds f32 values times 1 / scale to `dtype`: to nearest even, saturating."""
     with np.errstate(over="ignore", invalid="ignore"):
         limit = np.float32(jnp.finfo(dtype).max)
         scaled = np.clip(values * (np.float32(1) / scale), -limit, limit)

@@ -1,4 +1,4 @@
-"""What the ops mean, on one device, over arrays of all R slabs: the oracle of the tests.
+"""Defines the ops on one device, over arrays of all R slabs, as the oracle of the tests.
 
 Written from the contract and not from the transports: routing is plain Python loops over NumPy
 arrays, data movement is one gather or one scatter-add in jnp, so that `jax.grad` of these
@@ -26,7 +26,7 @@ Ints = npt.NDArray[np.int32]
 
 @dataclasses.dataclass(frozen=True)
 class ReferencePlan:
-    """Where every row goes.
+    """The destination of every row.
 
     Attributes:
         arrays: the nine plan arrays by name, each with a leading slab dim R.
@@ -54,7 +54,7 @@ def plan(
     capacity: int,
     row_alignment: int | None = None,
 ) -> ReferencePlan:
-    """The plan of topk_idx [R, T, K] over R / ep_size independent EP groups.
+    """Plans topk_idx [R, T, K] over R / ep_size independent EP groups.
 
     Zones lie aligned to `row_alignment` if it is given.
     """
@@ -100,7 +100,7 @@ def plan(
 
 
 def _receiver_arrays(slab: Ints, row: Ints, ep_size: int, capacity: int) -> dict[str, Ints]:
-    """recv_count, staged_start, staged_row and staged_slot of every slab."""
+    """Returns recv_count, staged_start, staged_row and staged_slot of every slab."""
     slabs, tokens, top_k = slab.shape
     counts = np.zeros((slabs, ep_size, 4), np.int32)
     start = np.zeros((slabs, ep_size * tokens + 1), np.int32)
@@ -128,11 +128,11 @@ def _receiver_arrays(slab: Ints, row: Ints, ep_size: int, capacity: int) -> dict
 
 
 def with_pair_counts(recv_count: Ints, ep_size: int) -> Ints:
-    """recv_count [R, N, 4] as plans of packed calls have it, [R, N, 4 + 2 * N].
+    """Turns recv_count [R, N, 4] into that of plans of packed calls, [R, N, 4 + 2 * N].
 
     Of each source also its staged rows for every rank, then those of the first half of its tokens.
     """
-    domains = recv_count.reshape(-1, ep_size, ep_size, 4)  # of slabs, by source
+    domains = recv_count.reshape(-1, ep_size, ep_size, 4)  # slabs of each domain, by source
     pairs = [domains[..., column].swapaxes(1, 2) for column in (0, 2)]
     of_all = np.concatenate(pairs, -1)[:, None].repeat(ep_size, 1)
     return np.concatenate([domains, of_all], -1).reshape(-1, ep_size, 4 + 2 * ep_size)
@@ -184,7 +184,7 @@ def combine(
 
 
 def _through_fp8(sums: jax.Array) -> jax.Array:
-    """f32 sums [..., H] as e4m3 with a scale per 128 values, and back; gradients as they are."""
+    """Rounds f32 sums [..., H] to e4m3 with a scale per 128 values; gradients stay as they are."""
     hidden = sums.shape[-1]
     blocks = jnp.pad(sums, [(0, 0)] * (sums.ndim - 1) + [(0, -hidden % 128)])
     blocks = jax.lax.stop_gradient(blocks.reshape(*sums.shape[:-1], -1, 128))
@@ -197,7 +197,7 @@ def _through_fp8(sums: jax.Array) -> jax.Array:
 
 
 def to_slabs(array: Any, axes: tuple[tuple[str, ...], ...], group: Any) -> Any:
-    """A global token array [lead..., D] as [R, T, D], the block of each shard flattened.
+    """Reshapes a global token array [lead..., D] to [R, T, D], with each shard's block flattened.
 
     `axes` names the token axes on each leading dim; slabs are in the group's order.
     """

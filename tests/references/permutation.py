@@ -1,4 +1,4 @@
-"""What permute, unpermute and sort_chunks mean, on one shard: the oracle of the tests.
+"""Defines permute, unpermute and sort_chunks on one shard, as the oracle of the tests.
 
 Places come from plain Python loops over NumPy arrays, values from one jnp gather, so that
 `jax.grad` of these functions is the meaning of the gradients. Nothing is shared with the ops.
@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int32]
 
 @dataclasses.dataclass(frozen=True)
 class ReferencePermutation:
-    """Where every row of one shard goes.
+    """The destination of every row of one shard.
 
     Attributes:
         row: [T, S] row of each slot, -1 where it has none.
@@ -39,7 +39,7 @@ class ReferencePermutation:
 def permutation(
     choice: Any, *, num_experts: int, rows: int, alignment: int = 1
 ) -> ReferencePermutation:
-    """The permutation of choice [T, K] int, or of a bool routing map [T, E]."""
+    """Plans a permutation for choice [T, K] int, or for a bool routing map [T, E]."""
     choice = np.asarray(choice)
     if choice.dtype == bool:
         choice = np.where(choice, np.arange(num_experts), -1)
@@ -89,7 +89,7 @@ def unpermute(
 
 
 def sort_chunks(x: jax.Array, split_sizes: Any, order: Any) -> jax.Array:
-    """x [rows, ...] with its chunks in the order; zero past the last one."""
+    """x [rows, ...] with its chunks in that order; zero past the last chunk."""
     ends = np.cumsum(split_sizes)
     chunks = [np.arange(end - size, end) for end, size in zip(ends, split_sizes, strict=True)]
     source = np.concatenate([chunks[each] for each in order]).astype(np.int32)[: x.shape[0]]

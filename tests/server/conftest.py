@@ -22,7 +22,7 @@ MAX_HOST_BYTES = 64 << 20
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a test that is a coroutine, in an event loop of its own."""
+    """Runs a coroutine test in its own event loop."""
     if not inspect.iscoroutinefunction(pyfuncitem.function):
         return None
     names = inspect.signature(pyfuncitem.function).parameters
@@ -65,7 +65,7 @@ def start_daemon(server_loop, tmp_path_factory):
     yield start
     for item in reversed(running):
         item.close()
-    # A daemon that stopped has ended what it began; its server's last callbacks may still run.
+    # A stopped daemon has ended all its work; its server's last callbacks may still run.
     eventually(lambda: not asyncio.all_tasks(server_loop), within_s=WAIT_S, what="tasks end")
 
 
@@ -76,13 +76,15 @@ def daemon(start_daemon) -> Running:
 
 @pytest.fixture
 def clocked(start_daemon) -> Running:
-    """A daemon whose clock is `clocked.clock`."""
+    """A daemon whose clock the test sets at `clocked.clock`."""
     return start_daemon(clock=FakeClock())
 
 
 @pytest.fixture
 def call_node():
-    """call_node(address, messages, method, request): an RPC over TCP; errors come as ours."""
+    """call_node(address, messages, method, request): an RPC over TCP; raises errors
+    of our classes.
+    """
     channels = []
 
     def call(address, messages, method, request, *, credentials=None, name=""):

@@ -1,4 +1,4 @@
-"""A CUDA driver for daemons under test, whose memory are files."""
+"""A CUDA driver for tests of daemons; files stand for its memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INDICES = (5, None)  # in NVML's order
 
 
 class FileDriver:
-    """Two GPUs whose memory are files. Counts what is held.
+    """Two GPUs with files as memory. Counts open allocations.
 
     Like the driver, it is called by several threads at once: windows are freed on one, allocated
     on another, and a test looks on a third.

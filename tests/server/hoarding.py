@@ -1,4 +1,4 @@
-"""All that one user can open of a daemon, in a process of that user's."""
+"""Opens everything that one user can open at a daemon, in a process of that user."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from raw_packets import connect, receive
 from ep_runtime import errors, wire
 from ep_runtime.v1 import fd_socket_pb2
 
-MOST = 256  # of every kind
-# A caller that gRPC keeps.
+MOST = 256  # number of every kind
+# A connection that gRPC accepted.
 SAYS_NOTHING = fuzz_frames.PREFACE + fuzz_frames.frame(fuzz_frames.SETTINGS, 0, 0, b"")
 
 
 def become(state, uid):
-    """Once everything is imported: the user may not read what root's Python is made of."""
+    """Changes the user after all imports, because the user may not read root's Python files."""
     os.setgroups([])
     os.setgid(uid)
     os.setuid(uid)
@@ -30,7 +30,7 @@ def _api(state, directory) -> None:
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(WAIT_S)
         connection.connect(str(directory / wire.API_SOCKET))
-        with contextlib.suppress(OSError):  # it was turned away
+        with contextlib.suppress(OSError):  # it was refused
             connection.sendall(SAYS_NOTHING)
         state.append(connection)
 
@@ -58,7 +58,7 @@ KINDS["all"] = (_sessions, _fd, _api)
 
 
 def leave_unread(state, directory, tickets):
-    """Redeems tickets for nine descriptors each and reads none."""
+    """Redeems tickets for nine descriptors each, and never reads the answers."""
     client = Client(directory)
     group = client.create(make_spec(f"unread{tickets}", ranks=8)).group
     state["held"] = [client, *(connect(directory) for _ in range(tickets))]
@@ -70,7 +70,7 @@ def leave_unread(state, directory, tickets):
 
 
 def read_all(state):
-    """The errors among what was left unread."""
+    """Returns the errors among the unread answers."""
     found = []
     for connection in state.pop("held")[1:]:
         with connection:
@@ -83,7 +83,7 @@ def read_all(state):
 
 
 def hoard(state, directory, kind):
-    """All that one user can open of the kind, and then one session: (error, its fields)."""
+    """Opens all that a user can of this kind, then one session; returns (error, its fields)."""
     for open_them in KINDS[kind]:
         open_them(state.setdefault("held", []), directory)
     try:

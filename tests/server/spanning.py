@@ -1,4 +1,4 @@
-"""Two nodes and what clients on them ask: for the tests of groups that span nodes."""
+"""Two nodes and their clients' calls, for tests of groups that span nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cluster_places import place
 from raw_client import WAIT_S, make_spec
 from test_cluster import coordinates, joined, joins
 
-# What a dead process's peers on other nodes may wait for the word, and forming anew may take.
+# Time in which peers on other nodes must learn of a death, and in which a group must form again.
 TOLD_S = 2.0
 
 
@@ -19,14 +19,14 @@ def spec_of(ranks: int = 2, **more):
 
 @pytest.fixture
 def pool():
-    """Calls that wait for each other."""
+    """A pool of threads, for calls that wait for each other."""
     with concurrent.futures.ThreadPoolExecutor(8) as found:
         yield found
 
 
 @pytest.fixture
 def nodes(start_daemon):
-    """Two daemons, a coordinates."""
+    """Starts two daemons; a coordinates."""
     address = place()
     a = start_daemon(cluster=coordinates(address))
     b = start_daemon(cluster=joins(address))
@@ -35,19 +35,19 @@ def nodes(start_daemon):
 
 
 def one_each(pool, *clients, **more):
-    """Calls of clients that claim one rank each, in order, and wait for the group."""
+    """Starts calls of clients that claim one rank each, in order, and wait for the group."""
     spec = spec_of(**more)
     return [pool.submit(client.ready, spec, ranks=[i]) for i, client in enumerate(clients)]
 
 
 def all_ready(pool, spec, *claims):
-    """Groups of clients that claim [(client, ranks)] at the same time."""
+    """Returns groups of clients that claim [(client, ranks)] at the same time."""
     futures = [pool.submit(client.ready, spec, ranks=ranks) for client, ranks in claims]
     return [future.result(WAIT_S) for future in futures]
 
 
 def members(group) -> list[tuple[int, int, str]]:
-    """(world rank, pid, session) of every rank, the same on every node."""
+    """Returns (world rank, pid, session) of every rank, the same on every node."""
     return [(m.world_rank, m.pid, m.session_id) for m in group.members]
 
 

@@ -1,4 +1,4 @@
-"""Who is known before a byte is read, and how much one user may take with calls under way."""
+"""Identifies callers before reading a byte, and limits the bytes of one user's running calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 def empty_layers(size_bytes: int) -> bytes:
-    """A request whose every two bytes become a message of their own."""
+    """A request in which every two bytes become a separate message."""
     one = layer_service_pb2.RegisterLayersRequest(layers=[types_pb2.LayerSpec()])
     return one.SerializeToString() * (size_bytes // 2)
 
@@ -54,7 +54,7 @@ GET_GROUP = group_service_pb2.GetGroupRequest(name="moe")
 
 @pytest.fixture
 def parsed(monkeypatch):
-    """Names of the methods whose requests were parsed."""
+    """Names of the methods whose requests have been parsed."""
     seen = []
     before = interceptor._parsed
 
@@ -93,7 +93,7 @@ def test_what_one_user_sends_at_once_is_parsed_some_at_a_time(daemon_process):
     data = empty_layers(MIB - 100)
     calls = [send(client, data, client.metadata) for _ in range(12)]
     assert {code_of(call) for call in calls} == {grpc.StatusCode.INVALID_ARGUMENT}
-    assert rss_bytes(daemon.pid) - before < 256 * MIB  # all of them are 560
+    assert rss_bytes(daemon.pid) - before < 256 * MIB  # all of them together are 560 bytes
 
 
 def test_a_message_over_a_megabyte_is_refused(daemon, parsed):
@@ -176,7 +176,7 @@ def test_watches_of_health_take_nothing_from_others(daemon, monkeypatch):
     assert health.Check(request, timeout=WAIT_S).status == health_pb2.HealthCheckResponse.SERVING
     daemon.client().create(make_spec())
     daemon.ask("Drain")
-    for stream in streams:  # every one of them hears of a change
+    for stream in streams:  # every one of them is notified of a change
         assert next(stream).status == health_pb2.HealthCheckResponse.NOT_SERVING
         stream.cancel()
     eventually(lambda: next(health.Watch(request)) is not None)
@@ -184,7 +184,7 @@ def test_watches_of_health_take_nothing_from_others(daemon, monkeypatch):
 
 
 def test_a_user_who_reads_no_answers_has_few_of_them(daemon, monkeypatch):
-    """Without room in the windows of HTTP/2 an answer stays in the daemon."""
+    """An answer stays in the daemon if HTTP/2's windows have no room."""
     monkeypatch.setattr(admission, "MAX_HEALTH_CALLS_PER_USER", 8)
     with UnreadCalls(daemon.directory) as unread:
         for _ in range(12):
@@ -220,7 +220,7 @@ def test_one_users_calls_of_health_are_not_anothers(monkeypatch):
     admitted.health_call("uid 2", "Watch").end()
     for call in held:
         call.end()
-        call.end()  # its caller is gone as well
+        call.end()  # its caller has left as well
     admitted.health_call("uid 1", "Watch").end()
     assert not admitted._users
 
@@ -254,7 +254,7 @@ async def test_room_is_given_in_turn_and_comes_back_from_who_goes_away():
     small = asyncio.ensure_future(room.take(1))
     gone = asyncio.ensure_future(room.take(9))
     await asyncio.sleep(0)
-    assert not small.done()  # it came later than the big one
+    assert not small.done()  # it arrived after the large one
     gone.cancel()
     room.give(8)
     await asyncio.gather(big, small)

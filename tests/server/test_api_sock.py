@@ -1,4 +1,4 @@
-"""api.sock: who calls by the kernel's word, and what he may read and order."""
+"""api.sock: identifies callers through the kernel, and limits what each may read and order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ORDERS = sorted(set(METHODS) - READINGS)
 
 
 class Users:
-    """A daemon that serves uid 1001 and 1002, and connections of whatever user."""
+    """A daemon that serves uids 1001 and 1002, and connections of any user."""
 
     def __init__(self, start_daemon, directory):
         self.uid = os.geteuid()
@@ -41,7 +41,7 @@ class Users:
         return self.daemon.client(job=job)
 
     def with_token_of(self, client, uid) -> Stubs:
-        """The client's token in another user's hands."""
+        """Stubs of another user who uses the client's token."""
         self.uid = uid
         stubs = Stubs(self.daemon.directory, wire.API_SOCKET, client.metadata)
         self.daemon._open.append(stubs.close)
@@ -129,7 +129,7 @@ def test_descriptors_end_a_connection_and_stay_nowhere(daemon):
         connection.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
         socket.send_fds(connection, [b"x"], [file.fileno()])
         with contextlib.suppress(ConnectionError):
-            while connection.recv(1 << 16):  # until it ends; what came before may be answered
+            while connection.recv(1 << 16):  # until it ends; earlier calls may be answered
                 pass
     eventually(lambda: daemon.status().num_fds <= fds + 1)
 
@@ -162,7 +162,7 @@ def test_an_rpc_that_nobody_allowed_is_an_order(monkeypatch):
     monkeypatch.setattr(admin_servicer, "READINGS", READINGS - {"ListRanks"})
 
     class Later(ReadingServicer):
-        """As it is once the service has a new RPC."""
+        """The service after a new RPC was added."""
 
     admin_servicer.refuse_orders(Later)
     refused = {name for name in METHODS if name in vars(Later)}

@@ -1,4 +1,4 @@
-"""The coordinator's decisions on groups: one view or none, also after it started again."""
+"""The coordinator's decisions on groups: one view or none, also after a restart."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CLAIMS = {"b": (NodeClaim("s-b", 1, (0,)),), "c": (NodeClaim("s-c", 2, (1,)),)}
 
 
 class Coordinator:
-    """Decisions on a journal; `restart` is a new life on the same one."""
+    """Decides on a journal; `restart` starts a new coordinator on the same one."""
 
     def __init__(self, path) -> None:
         self._path = path
@@ -50,14 +50,14 @@ class Coordinator:
         return await self.decisions.join(OWNER, part, list(known), wait_s)
 
     async def both(self):
-        """The view that b and c get."""
+        """Returns the view that b and c get."""
         (first, _), (second, _) = await asyncio.gather(self.join("b", known=[1]), self.join("c"))
         assert first is not None
         assert first == second
         return first
 
     async def unequal(self) -> None:
-        """b claims, and c is refused for its spec."""
+        """b claims its rank, and c is refused for its spec."""
         assert await self.join("b") == (None, [1])
         with pytest.raises(SpecMismatchError):
             await self.join("c", spec=OTHER)
@@ -126,7 +126,7 @@ async def test_one_node_ends_an_attempt_for_all_and_the_next_has_another_epoch(c
     assert again.attempt == 2
     for node in ("b", "c"):
         coordinator.report(node, again.epoch)
-    assert (await coordinator.both()).attempt == 1  # counted anew since it was READY
+    assert (await coordinator.both()).attempt == 1  # counts restart when it is READY
 
 
 async def test_a_view_made_between_two_calls_of_a_node_is_given_to_the_second(coordinator):
@@ -134,7 +134,7 @@ async def test_a_view_made_between_two_calls_of_a_node_is_given_to_the_second(co
     view, _ = await coordinator.join("c")
     assert view is not None
     assert await coordinator.join("b", known=[1]) == (view, [])
-    # Given once: who asks again has not got it, or cannot use it.
+    # Given only once: a node that asks again has not received it, or cannot use it.
     assert await coordinator.join("b", wait_s=0.0) == (None, [1])
     assert await coordinator.outcome(view.epoch) is Outcome.ABORTED
 
@@ -143,7 +143,7 @@ async def test_a_view_is_not_given_to_a_node_that_wants_another_spec_by_then(coo
     assert await coordinator.join("b") == (None, [1])
     view, _ = await coordinator.join("c")
     assert view is not None
-    # The same process claims the same rank, of another group of that name.
+    # The same process claims the same rank of another group with that name.
     assert await coordinator.join("b", spec=OTHER, generation=2, wait_s=0.0) == (None, [1])
     assert await coordinator.outcome(view.epoch) is Outcome.ABORTED
 
@@ -181,7 +181,7 @@ async def test_processes_that_come_to_a_node_that_heard_of_another_spec_hear_of_
     new = (NodeClaim("s-new", 3, (0,)),)
     with pytest.raises(SpecMismatchError, match="on node 'c'"):
         await coordinator.join("b", new, generation=2, wait_s=0.0)
-    # Those that heard of it try again; others may have mended it.
+    # Nodes that learned of it retry; others may have repaired it.
     assert await coordinator.join("b", new, generation=3, wait_s=0.0) == (None, [1])
     more = {"spec": THIRD, "generation": 4, "wait_s": 0.0}
     assert await coordinator.join("b", (NodeClaim("s-4", 4, (0,)),), **more) == (None, [1])
@@ -193,7 +193,7 @@ async def test_a_spec_that_a_node_refused_is_told_to_others_and_claims_nothing(c
     await asyncio.sleep(0)
     coordinator.decisions.differ(OWNER, NodePart("c", SPEC, CLAIMS["c"]))
     await asyncio.sleep(0)
-    assert not waiting.done()  # nor has anybody a view
+    assert not waiting.done()  # nor has any node a view
     coordinator.decisions.differ(OWNER, NodePart("c", OTHER, CLAIMS["c"]))
     for call in (waiting, coordinator.join("d", claim, wait_s=0.0)):
         with pytest.raises(SpecMismatchError, match="on node 'c'"):
@@ -228,7 +228,7 @@ async def test_nodes_that_agree_by_now_hear_nothing_of_the_spec_before(coordinat
 @pytest.mark.parametrize("viewed", [False, True])
 async def test_what_a_node_claims_no_more_is_free_for_others_at_once(coordinator, viewed):
     assert await coordinator.join("b") == (None, [1])
-    if viewed:  # and nobody on b takes it up
+    if viewed:  # and no process on b claims it
         view, _ = await coordinator.join("c")
         assert view is not None
     with pytest.raises(GroupBusyError):
@@ -246,7 +246,7 @@ async def test_every_node_that_waits_hears_of_another_spec(coordinator):
         asyncio.ensure_future(coordinator.join("b", spec=spec, known=[2])),
         asyncio.ensure_future(coordinator.join("c", spec=spec, known=[2])),
     ]
-    await asyncio.sleep(0)  # both ask
+    await asyncio.sleep(0)  # both nodes ask
     with pytest.raises(SpecMismatchError):
         await coordinator.join("d", (NodeClaim("s-d", 3, (2,)),), spec=other)
     for call in waiting:
@@ -266,7 +266,7 @@ async def test_claims_end_with_their_call_or_soon_after(coordinator):
 
 
 async def test_nodes_that_wait_are_not_called_for_every_claim_of_another(coordinator):
-    """Each call has an answer, and each answer a call: 64 of them for each claim would be 4,096."""
+    """Calls and answers match one to one: 64 calls for each claim would be 4,096."""
     count, calls = 64, 0
     spec = make_spec(ranks=count, transport="xla")
 
@@ -283,7 +283,7 @@ async def test_nodes_that_wait_are_not_called_for_every_claim_of_another(coordin
     forming = []
     for rank in range(count):
         forming.append(asyncio.ensure_future(forms(rank)))
-        for _ in range(5):  # of the loop: who hears of it has asked again
+        for _ in range(5):  # turns of the loop, after which every notified node has asked again
             await asyncio.sleep(0)
     assert len({view.epoch for view in await asyncio.gather(*forming)}) == 1
     assert calls <= 6 * count

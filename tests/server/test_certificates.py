@@ -1,4 +1,4 @@
-"""Certificates of a daemon: when they end, and files that change."""
+"""Certificates of a daemon: their expiry, and changes of their files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DAY_S = 86400.0
 
 
 class Watched:
-    """A daemon's certificates, whose files the test replaces."""
+    """A daemon's certificates; the test replaces their files."""
 
     def __init__(self, pki) -> None:
         self.pki = pki

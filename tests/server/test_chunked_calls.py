@@ -1,4 +1,4 @@
-"""Layers whose calls ran in chunks, as the boards tell it."""
+"""Counts layers whose calls ran in chunks, from the boards."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_layer_is_told_once_when_it_first_ran_in_parts(daemon, job):
     assert event.group == "moe"
     assert "'moe' ran in chunks" in event.message
     assert "more rows than workspace=1.25 holds; layers 'moe'" in event.message
-    # More of it, and its other handle, say nothing new; another layer does.
+    # More chunks, or its other handle, report nothing new; another layer does.
     job.handle(1, rounds=4)
     job.handle(0, rounds=1)
     job.handle(3, rounds=1)
@@ -56,7 +56,7 @@ def test_many_layers_are_one_event(daemon):
     client = daemon.client()
     spec = make_spec()
     group = Group(client, spec, stacks=[LayerStackSpec(LayerSpec("s", top_k=1), 100)])
-    # As one write: a look between two would tell of fewer.
+    # As one write, because a read between two writes would report fewer.
     records = b"".join(bytes(HandleRecordStruct(rounds=1)) for _ in range(100))
     first = board.board_layout(spec).handles_offset
     group.map[first : first + len(records)] = records

@@ -72,7 +72,7 @@ def identity(node: str, **more) -> node_service_pb2.NodeIdentity:
 
 @pytest.fixture
 def join(call_node):
-    """join(address, identity): asks the coordinator there, as a daemon would."""
+    """join(address, identity): asks the coordinator at the address, as a daemon would."""
 
     def asked(address: str, who: node_service_pb2.NodeIdentity, epoch: int = 0, **how):
         request = node_service_pb2.JoinClusterRequest(identity=who, epoch=epoch)
@@ -151,7 +151,7 @@ def test_a_node_that_answers_anything_is_named_and_waited_for_within_bounds(
 
     monkeypatch.setattr(limits, "NODE_READ_S", 0.3)
     monkeypatch.setattr(ReadingServicer, "ListGroups", anything)
-    sends = ("grpc.max_send_message_length", -1)  # a daemon that keeps to no limit
+    sends = ("grpc.max_send_message_length", -1)  # a daemon that keeps no limit
     monkeypatch.setattr(
         daemon_module, "SERVER_OPTIONS", [*daemon_module.SERVER_OPTIONS[:-4], sends]
     )
@@ -193,7 +193,7 @@ def test_a_second_daemon_of_a_name_is_refused_and_says_who_has_it(nodes, start_d
     assert states(a) == {"a": "JOINED", "b": "JOINED"}
     assert link(b) == "JOINED"
     assert other.event_kinds().count("cluster.refused") == 1
-    other.client().ready(make_spec())  # it serves its own node all the same
+    other.client().ready(make_spec())  # it still serves its own node
 
 
 def test_a_node_that_ends_well_leaves_at_once(nodes):
@@ -239,7 +239,7 @@ def test_a_silent_node_is_shown_with_the_time_since_it_was_heard(start_daemon, c
     with pytest.raises(errors.RuntimeUnavailableError) as caught:
         a.ask("ListGroups", node="x")
     assert caught.value.fields["since_s"] == 3.0
-    # The coordinator hears it, and yet cannot reach it.
+    # The coordinator receives its calls but cannot reach it.
     assert states(a) == {"a": "JOINED", "x": "UNREACHABLE"}
 
 
@@ -329,7 +329,7 @@ def test_a_coordinator_that_lost_its_file_counts_on_from_what_the_operator_says(
 def test_a_node_whose_lease_is_not_known_joins_again(nodes, join):
     a, b = nodes
     address = cluster_of(b).coordinator
-    own = cluster_of(b).nodes[1].identity  # who says it is b takes b's place; plain TCP lets it
+    own = cluster_of(b).nodes[1].identity  # a node named b replaces b: plain TCP permits it
     join(address, own)
     eventually(
         lambda: a.event_kinds().count("cluster.node_joined") == 3,
@@ -425,7 +425,7 @@ def test_a_certificate_that_ended_is_named_and_a_new_one_is_read_without_a_resta
     assert b.event_kinds().count("cluster.certificate_read") == 1
     make_certificates(pki, ago=9, a=host)
     eventually(lambda: cluster_of(a).certificates[0].left.seconds < 0, within_s=BACK_S)
-    assert link(b) == "JOINED"  # a connection that is there goes on
+    assert link(b) == "JOINED"  # an open connection continues
     c = start_daemon(cluster=joins(address, "c", tls=tls["c"]))
     eventually(lambda: "its certificate has ended" in cluster_of(c).error, within_s=BACK_S)
     make_certificates(pki, a=host)
@@ -448,9 +448,9 @@ def test_the_coordinators_death_stops_nothing_and_its_return_is_noticed(daemon_p
     assert states(b) == {"a": "UNREACHABLE", "b": "JOINED"}
     with pytest.raises(errors.RuntimeUnavailableError, match="node 'a' at"):
         b.ask("ListGroups", node="a")
-    client.create(make_spec(name="another"))  # what needs this node alone goes on
+    client.create(make_spec(name="another"))  # groups of this node alone continue
     a = restarted(a, *flags)
-    assert states(a) == {"a": "JOINED", "b": "JOINED"}  # it knows whom to await
+    assert states(a) == {"a": "JOINED", "b": "JOINED"}  # it knows which nodes to wait for
     joined(b)
     after = cluster_of(a)
     assert after.cluster_id == before.cluster_id

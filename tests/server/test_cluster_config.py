@@ -32,7 +32,7 @@ def tls(tmp_path) -> list[str]:
     return tls_flags(make_certificates(tmp_path / "pki", a=""), "a")
 
 
-# Of files that are not read where a flag is wrong.
+# Files that are not read because a flag is wrong.
 TLS = [word for name in ("cert", "key", "ca") for word in (f"--tls-{name}", "x")]
 
 
@@ -298,7 +298,7 @@ def test_a_seal_is_worth_one_request(start_daemon):
 def test_a_daemon_that_starts_again_answers_a_request_of_before_once(
     daemon_process, restarted, tmp_path
 ):
-    """What was said is remembered in memory alone; epochs make it say nothing that is not so."""
+    """Answered requests are remembered only in memory; epochs keep the answers true."""
     secret, address = tmp_path / "secret", place()
     secret.write_bytes(SECRET)
     secret.chmod(0o600)

@@ -1,4 +1,4 @@
-"""`serve --config`, SIGHUP, and what stands in the place of the daemon's files and is none."""
+"""`serve --config`, SIGHUP, and paths that are not the files the daemon expects."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_sighup_reads_what_can_change_and_names_what_cannot(daemon_process, tmp_
 
 
 MIB = 1 << 20
-ENDED_S = 20.0  # of a daemon that does not even wait
+ENDED_S = 20.0  # of a daemon that does not wait at all
 
 
 def _socket(path: Path) -> None:
@@ -116,7 +116,7 @@ KINDS = {
     "a directory": Path.mkdir,
     "a socket": _socket,
     "a symbolic link": lambda path: path.symlink_to("/dev/zero"),
-    "a character device": lambda path: path.symlink_to("/dev/zero"),  # where links are followed
+    "a character device": lambda path: path.symlink_to("/dev/zero"),  # if links are followed
     "a regular file": Path.touch,
 }
 OF_DIRECTORY = [

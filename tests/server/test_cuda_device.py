@@ -1,4 +1,4 @@
-"""Windows in GPU memory, with a driver that allocates files instead."""
+"""Windows in GPU memory, with a driver that allocates files."""
 
 from __future__ import annotations
 
@@ -237,11 +237,11 @@ def test_windows_of_one_user_on_a_gpu_are_limited(start_daemon, driver, tmp_path
     daemon.client().create(more, uuids=UUIDS)
     now[0] = os.geteuid()
     client.close_group(group)
-    client.create(more, uuids=UUIDS)  # waits for what is being freed
+    client.create(more, uuids=UUIDS)  # waits for memory that is being freed
 
 
 def test_memory_that_comes_back_counts_for_its_user(start_daemon, driver):
-    """A process may have made it by itself: nothing tells memory of a GPU from other memory."""
+    """A process may have allocated it: GPU memory does not show who allocated it."""
     daemon = start_daemon(gpus=Gpus(load=lambda: driver), per_user=UserLimits(gpu_bytes=1000))
     pool = daemon._daemon.runtime.pool
     pool.device(UUIDS[0])

@@ -1,4 +1,4 @@
-"""Groups form once for all their processes, and end as their processes end."""
+"""Groups form once for all their processes, and end when their processes end."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_replace_takes_the_place_of_another_spec(daemon):
     old = client.ready(make_spec())
     replaced = client.create(make_spec(num_experts=16), replace=True).group
     assert replaced.generation > old.generation
-    # The old windows are still mapped by a process that lives.
+    # A living process still maps the old windows.
     assert daemon.status().pools[0].quarantined_bytes > 0
     client.close_group(old)
     eventually(lambda: daemon.status().pools[0].quarantined_bytes == 0)
@@ -184,7 +184,7 @@ def test_a_peer_that_dies_breaks_the_group_poisons_it_and_can_be_replaced(daemon
     with pytest.raises(errors.PeerLostError, match="rank 1"):
         first.attached(old)
     third = daemon.client(process=True)
-    with pytest.raises(errors.GroupBusyError):  # the survivor has not claimed again, and lives
+    with pytest.raises(errors.GroupBusyError):  # the survivor is alive and has not claimed again
         third.create(spec, [0], wait_s=0.05)
     assert daemon.group_states() == {"moe": "BROKEN"}
     used = daemon.used_bytes
@@ -205,7 +205,7 @@ def test_a_survivor_keeps_its_rank_while_others_form_again(daemon):
         eventually(lambda: daemon.group_states() == {"moe": "BROKEN"})
         newcomer = pool.submit(clients[3].create, spec, [2])
         eventually(lambda: claimed_ranks(daemon) == [2])
-        with pytest.raises(errors.GroupBusyError) as caught:  # it lives, and may come back
+        with pytest.raises(errors.GroupBusyError) as caught:  # it is alive, and may come back
             clients[4].create(spec, [0], wait_s=0.05)
         assert caught.value.fields["pid"] == clients[0].pid
         clients[1].close_group(old)

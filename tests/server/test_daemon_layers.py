@@ -57,7 +57,7 @@ def test_registering_again_gives_the_same_answer(client, group):
     layers, stacks = client.register(group, [wanted[1]], stack)
     assert (layers[0].handle_base, stacks[0].handle_base) == (1, 2)
     assert layers[0].already_registered
-    # Defaults given or left out are the same layer.
+    # A layer with explicit defaults is the same layer as one without them.
     ((same,), _) = client.register(group, [LayerSpec("a", top_k=1, alignment=4, hidden_size=16)])
     assert same.already_registered
 
@@ -111,7 +111,7 @@ def test_a_name_that_reads_as_a_layer_of_a_stack_is_refused(client, group):
 
 
 def register_all(client, group, wanted):
-    """In as many calls as it takes."""
+    """Registers the layers in as many calls as needed."""
     step = wire.MAX_LAYERS_PER_CALL
     parts = [wanted[first : first + step] for first in range(0, len(wanted), step)]
     return [layer for part in parts for layer in client.register(group, part)[0]]
@@ -127,7 +127,7 @@ def test_one_call_has_a_limit(client, group):
 def test_ten_thousand_layers_take_less_than_a_second(daemon, client, group):
     name = "decoder/block_{}/a_rather_long_module_path/mixture_of_experts/dispatch"
     wanted = [LayerSpec(name.format(i), top_k=2) for i in range(10_000)]
-    for attempt in range(3):  # processor time, of which a first call takes more
+    for attempt in range(3):  # processor time, because a first call takes more
         other = client.create(make_spec(f"timed{attempt}")).group
         started = time.process_time()
         register_all(client, other, wanted)
@@ -233,7 +233,7 @@ async def test_layers_that_are_replaced_again_and_again_leave_a_bounded_trace():
     for number in range(3 * layers.MAX_REPLACED):
         spec = LayerSpec("a", top_k=1 + number % 2)
         await table.register([spec], [], replace=True)
-    # It takes its first handles over, and those of "a" behind them stay given.
+    # It takes over its first handles, and the handles of "a" behind them stay assigned.
     await table.register([LayerSpec("wide", top_k=1, in_flight=2)], [], replace=True)
     assert len(table.history) <= 2 * len(table) + layers.MAX_REPLACED + 1
     assert table.history_version > 0
@@ -244,7 +244,7 @@ async def test_layers_that_are_replaced_again_and_again_leave_a_bounded_trace():
 
 
 def test_replaced_layers_are_known_to_a_daemon_that_starts_again(daemon_process, restarted):
-    daemon = daemon_process("--log-level", "error")  # nobody reads its log
+    daemon = daemon_process("--log-level", "error")  # nothing reads its log
     client = daemon.client()
     group = client.ready(make_spec(retain_s=60.0))
     for number in range(layers.MAX_REPLACED + 10):

@@ -1,4 +1,4 @@
-"""Memory: limits, seals, and that nothing leaks however clients die."""
+"""Memory: limits, seals, and no leaks however clients die."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_an_exhausted_pool_names_asked_free_limit_and_holders(start_daemon):
     assert holder.endswith(f"{iec(size_of(spec))}, leased")
     assert daemon.group_states() == {"big": "FORMING"}
     client.close_group(group)
-    # Freed beside the admission path: the next one waits for it rather than failing.
+    # Freed in the background: the next request waits for the memory and does not fail.
     client.create(spec)
 
 
@@ -111,7 +111,7 @@ def test_a_failed_allocation_holds_nothing(daemon, monkeypatch):
 
 
 class Step(enum.IntEnum):
-    """How far a client comes before it is killed."""
+    """The last step of a client before it is killed."""
 
     HELLO = 0
     OPEN = 1
@@ -135,7 +135,7 @@ def live_until(daemon, step: int) -> None:
         watcher = Watcher(client)
     if step == Step.CLAIM:
         client.groups.CreateGroup.future(client.create_request(make_spec(), [1]), **client.how())
-        client.beat()  # the call before it is there
+        client.beat()  # the earlier call has arrived
     if step >= Step.CREATE:
         group = client.create(make_spec()).group
     if step == Step.TICKET:
@@ -177,16 +177,16 @@ def test_a_client_killed_at_any_step_leaves_nothing_after_two_seconds(
         killed_s = time.monotonic()
         eventually(lambda: settled(daemon), within_s=2.0)
         slowest_s = max(slowest_s, time.monotonic() - killed_s)
-        if kill == 1:  # what is made once is there now
+        if kill == 1:  # everything that is made only once exists now
             fds = daemon.status().num_fds
     if dose > 1:
         eventually(lambda: daemon.status().num_fds <= fds, within_s=2.0, what="descriptors")
     record_property("free after, at worst", f"{1e3 * slowest_s:.0f} ms")
-    daemon.client().create(spec)  # all that there is
+    daemon.client().create(spec)  # all of the memory
 
 
 def memfds() -> int:
-    """Descriptors of windows and boards in this process, which runs the daemon."""
+    """Counts descriptors of windows and boards in this process, which runs the daemon."""
     found = 0
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -202,7 +202,7 @@ def mapped_boards() -> int:
 
 
 def test_counters_and_the_kernel_agree_on_what_is_held(daemon):
-    gc.collect()  # what tests before this one dropped, in this process
+    gc.collect()  # descriptors that earlier tests of this process dropped
     others = (memfds(), mapped_boards())
     client = daemon.client()
     group = client.create(make_spec()).group
@@ -224,7 +224,7 @@ def test_a_header_that_points_elsewhere_stops_nothing(clocked, field, value):
         header = board_abi.BoardHeaderStruct.from_buffer(mapped)
         setattr(header, field, value)
         del header
-        clocked.advance(11.0)  # the reaper lives: it marks who is late
+        clocked.advance(11.0)  # the reaper is alive: it marks late sessions
         assert clocked.healthy()
         assert len(clocked.ask("ListRanks").ranks) == 2
     close_fds(found)
@@ -249,7 +249,7 @@ def test_without_descriptors_the_daemon_refuses_and_recovers(daemon_process):
     client = daemon.client()
     group = client.create(make_spec()).group
     ticket = client.ticket(group).ticket
-    daemon.status()  # its connection is there
+    daemon.status()  # its connection is open
     starve(daemon)
     with pytest.raises(errors.PoolExhaustedError, match=r"GetStatus: .* limit of open files is \d"):
         daemon.status()
@@ -311,7 +311,7 @@ def test_connections_are_bounded(daemon, monkeypatch):
     held = [connect(daemon.directory) for _ in range(20)]
     with connect(daemon.directory):
         held[0].settimeout(limits.FD_CONNECTION_IDLE_S / 2)
-        assert held[0].recv(1) == b""  # the oldest of who has most makes room
+        assert held[0].recv(1) == b""  # the user with the most loses its oldest
     eventually(lambda: says_hello(daemon))
     for connection in held:
         connection.close()

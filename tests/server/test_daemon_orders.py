@@ -85,7 +85,7 @@ def test_every_order_is_in_the_audit_file_also_one_that_was_refused(daemon):
     file = daemon.directory / "audit"
     eventually(lambda: file.exists() and file.read_text().count("\n") == 3)
     reclaim, fence, drain = map(json.loads, file.read_text().splitlines())
-    assert (drain["shutdown"], "deadline_s" in drain) == (False, False)  # nothing ends then
+    assert (drain["shutdown"], "deadline_s" in drain) == (False, False)  # no session ends then
     assert file.stat().st_mode & 0o777 == 0o600
     assert (reclaim["command"], reclaim["group"]) == ("ep-runtime reclaim", "none")
     assert (fence["command"], fence["session"]) == ("ep-runtime fence", client.session_id)
@@ -188,7 +188,7 @@ def test_a_process_that_may_not_be_killed_wakes_up_fenced(daemon, monkeypatch):
     with pytest.raises(errors.SessionFencedError, match="was fenced"):
         peer.beat()
     assert peer.process.do("board")[1] != 0  # its calls end
-    assert daemon.used_bytes == used  # and nobody else gets what it may still map
+    assert daemon.used_bytes == used  # and no other process gets memory that it may still map
 
 
 def test_is_for_sessions_of_the_job_alone(daemon):

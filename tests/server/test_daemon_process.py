@@ -94,7 +94,7 @@ def test_a_session_that_stays_does_not_hold_it_for_ever(daemon_process, how):
 
 @pytest.fixture
 def endless_library(tmp_path, monkeypatch):
-    """A libnccl whose loading never ends: who opens a FIFO waits for its other end."""
+    """A libnccl whose loading never ends: opening a FIFO waits for its other end."""
     os.mkfifo(tmp_path / "libnccl.so.2")
     monkeypatch.setenv("EP_RUNTIME_NCCL_LIBRARY", str(tmp_path / "libnccl.so.2"))
 
@@ -124,14 +124,14 @@ def test_who_waits_for_a_daemon_that_ends_hears_what_for(daemon_process, what, t
         method = services.stub(client.channel, nccl_service_pb2.DESCRIPTOR).GetUniqueIds
         request = nccl_service_pb2.GetUniqueIdsRequest(name="moe", generation=group.generation)
     call = method.future(request, **client.how())
-    client.beat()  # it is there
+    client.beat()  # the daemon has started
     daemon.popen.terminate()
     with pytest.raises(grpc.RpcError) as caught:
         call.result(WAIT_S)
     error = wire.error_from_rpc(caught.value)
     assert isinstance(error, errors.RuntimeUnavailableError)
     assert re.search(f"the daemon ended {told}", str(error))
-    assert not error.fields  # as of one that is away: clients look for the next
+    assert not error.fields  # as for a daemon that is away: clients look for the next one
     code, text = daemon.ended()
     assert code == 0
     assert "Traceback" not in text
@@ -163,7 +163,7 @@ def test_a_drain_holds_over_restarts_until_it_is_taken_back(daemon_process, rest
     daemon.ask("Drain")
     asked = daemon.status().drain
     assert "with ep-runtime drain on host " in asked.by
-    daemon = restarted(restarted(daemon))  # the journal that the second one writes has it too
+    daemon = restarted(restarted(daemon))  # the journal that the second daemon writes also has it
     status = daemon.status()
     assert status.state == session_service_pb2.SERVER_STATE_DRAINING
     assert (status.drain.by, status.drain.HasField("ends_in")) == (asked.by, False)
@@ -211,7 +211,7 @@ def test_it_ends_with_the_process_that_started_it(daemon_process):
     pidfd = os.pidfd_open(parent.pid)
     try:
         daemon = daemon_process("--parent-pidfd", str(pidfd), pass_fds=(pidfd,))
-        daemon.client().ready(make_spec())  # a session, which would hold it
+        daemon.client().ready(make_spec())  # a session, which would keep the daemon alive
         parent.kill()
         code, text = daemon.ended(within_s=2.0)
         assert code == 0
@@ -324,7 +324,7 @@ def test_it_says_that_clients_refuse_a_directory_which_others_can_swap(daemon_pr
 
 
 def test_callers_who_went_away_are_no_failures_in_the_log(daemon_process):
-    """Answers and refusals to calls whose deadlines end while they are on their way."""
+    """Deadlines end while answers and refusals are on their way."""
     daemon = daemon_process()
     stranger = Stubs(daemon.directory, wire.API_SOCKET)
     health = health_pb2_grpc.HealthStub(stranger.channel)
@@ -371,7 +371,7 @@ def test_frames_of_callers_write_no_lines_beside_the_log(daemon_process):
         connection.connect(str(daemon.directory / wire.API_SOCKET))
         connection.sendall(b"".join(call))
         came = b""
-        while b"answered" not in came:  # what was before it is read then
+        while b"answered" not in came:  # everything before it has been read then
             came += connection.recv(1 << 16) or pytest.fail(f"the connection ended after {came!r}")
     daemon.popen.terminate()
     code, text = daemon.ended()

@@ -1,4 +1,4 @@
-"""Who may talk to the daemon, and how it knows that a process lives."""
+"""Which processes may use the daemon, and how it knows that they are alive."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_groups_need_an_opened_session(daemon):
 
 
 def test_a_connection_that_a_forked_child_uses_is_refused(daemon, monkeypatch):
-    """However early: it sends right after the daemon accepted the connection."""
+    """Also if the child sends right after the daemon accepted the connection."""
     come, sent, accept = threading.Event(), threading.Event(), socket.socket.accept
 
     def accepted(listener):
@@ -193,7 +193,7 @@ def test_a_forked_child_that_keeps_the_sockets_does_not_hide_the_death(
             eventually(lambda: daemon.session_state(client.session_id) == "DEAD")  # noqa: B023
             took_s.append(time.monotonic() - killed_s)
             eventually(lambda: daemon.used_bytes == 0)
-            os.kill(grandchild, 0)  # it lives, and holds every descriptor of its parent
+            os.kill(grandchild, 0)  # it is alive, and has every descriptor of its parent
         finally:
             os.kill(grandchild, signal.SIGKILL)
         client.close()
@@ -208,7 +208,7 @@ def test_the_fallback_refuses_a_recycled_pid():
         assert peer.pid == os.getpid()
         peer.close()
         with pytest.raises(errors.PermissionDeniedError, match="is gone"):
-            # The process that has the pid now is younger than the connection.
+            # The process that has the pid now started after the connection.
             credentials.peer_of(ours, accepted_s=0.0, use_peer_pidfd=False)
         theirs.close()
         with pytest.raises(errors.PermissionDeniedError, match="is gone"):
@@ -223,7 +223,7 @@ def test_a_pid_is_the_same_process_only_with_its_start_time():
 
 
 def test_a_number_that_no_process_has_is_that_of_one_that_is_gone():
-    """A journal may name it: a thread may have it by now."""
+    """A journal may name such a pid, and a thread may have it now."""
     told, over = threading.Event(), threading.Event()
     numbers = [0, -1, 2**31, 2**64]
 
@@ -282,7 +282,7 @@ def test_goodbye_frees_at_once_and_is_idempotent(daemon):
 
 @pytest.mark.parametrize("end", ["goodbye", "fence"])
 def test_a_request_that_comes_after_its_sessions_end_changes_nothing(daemon, end):
-    """Its call began before, with the token; nobody would ever give back what it claims."""
+    """Its call began earlier, with the token; nobody would ever release the claimed ranks."""
     client, answers = daemon.client(), []
     data = client.create_request(make_spec()).SerializeToString()
     come = threading.Event()
@@ -294,7 +294,7 @@ def test_a_request_that_comes_after_its_sessions_end_changes_nothing(daemon, end
     for path in ("GroupService/CreateGroup", "SessionService/WatchSession"):
         call = client.channel.stream_stream(f"/ep_runtime.v1.{path}")
         answers.append(call(requests(), timeout=WAIT_S, metadata=client.metadata))
-    client.beat()  # the calls before it are there
+    client.beat()  # the earlier calls have arrived
     if end == "fence":
         daemon.ask("Fence", session_id=client.session_id)
     else:
@@ -368,7 +368,7 @@ def test_draining_is_told_and_refuses_what_is_new(daemon):
     watcher = Watcher(client)
     assert daemon.ask("Drain").num_sessions == 2
     eventually(lambda: watcher.kinds() == ["drain"])
-    assert not watcher.events[0].drain.HasField("deadline")  # nothing ends
+    assert not watcher.events[0].drain.HasField("deadline")  # no session ends
     assert client.beat().state == session_service_pb2.SERVER_STATE_DRAINING
     with pytest.raises(errors.RuntimeUnavailableError, match="drained"):
         client.create(make_spec())
@@ -439,7 +439,7 @@ def test_stopped_processes_are_suspect_and_those_that_were_fenced_are_told(start
         for client in fenced:
             daemon.ask("Fence", session_id=client.session_id, reason="drill")
         daemon.clock.advance(15)
-        assert daemon.used_bytes == used  # nobody else gets what a process may still map
+        assert daemon.used_bytes == used  # no other process gets memory that it may still map
     finally:
         for client in clients:
             os.kill(client.pid, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""Whatever arrives on the sockets gets an answer of ours, and hurts nobody else."""
+"""The daemon answers anything that arrives on its sockets, and no other client suffers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_unary_call_without_deadline_is_refused(daemon):
 
 
 def test_a_connection_carries_thousands_of_calls_that_work_and_that_fail(daemon):
-    """Far more than it may have open at once: what ended must not count."""
+    """Makes far more calls than may run at once: calls that ended must not count."""
     client = daemon.client()
     unknown = group_service_pb2.GetGroupRequest(name="none")
     for _ in range(1000):
@@ -126,7 +126,7 @@ def test_descriptors_sent_to_the_daemon_are_not_kept(daemon):
 
 
 def pushed_until_closed(connection) -> bool:
-    """Sends as much as fits; True once the daemon closed the connection."""
+    """Sends as much as fits; returns True once the daemon has closed the connection."""
     try:
         for _ in range(1000):
             connection.send(b"nonsense")
@@ -251,7 +251,7 @@ def send(connection: socket.socket, data: bytes) -> None:
 
 
 def kinds(answer: bytes) -> bytes:
-    """The kinds of the whole frames."""
+    """Returns the kinds of the complete frames."""
     found = b""
     while len(answer) >= 9:
         found += answer[3:4]

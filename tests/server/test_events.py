@@ -1,4 +1,4 @@
-"""Events: bounded by kind, denials told sparingly, and kept for the daemon that comes after."""
+"""Events: bounded by kind, denials reported rarely, and kept for the next daemon."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_stranger_fills_neither_the_log_nor_the_events(start_daemon):
                 connection.send(hello.SerializeToString())
                 with pytest.raises((errors.PermissionDeniedError, ConnectionError)):
                     receive(connection)
-        except OSError:  # refused before it could say anything
+        except OSError:  # refused before it sent anything
             continue
     assert 1 <= daemon.event_kinds().count("fd.denied") <= events.DENIALS_AT_ONCE
 
@@ -92,7 +92,7 @@ def test_events_and_their_numbers_outlive_the_daemon(log, tmp_path):
         log.add("group.formed", f"{number}", session_id="s", group="g", generation=number)
     before = log.after(0)
     asyncio.run(log.written())
-    again = EventLog(FakeClock(), tmp_path / "events")  # of a daemon that was killed: no close
+    again = EventLog(FakeClock(), tmp_path / "events")  # of a killed daemon, which writes no close
     assert again.after(0)[:5] == before
     assert kinds(again)[5:] == ["server.events_kept"]
     again.add("group.formed", "new")
@@ -119,7 +119,7 @@ def test_lines_that_are_no_events_are_left_out(log, tmp_path):
     assert [event.message for event in again.after(0)][:1] == ["good"]
     assert kinds(again) == ["group.formed", "server.events_kept"]
     again.close()
-    third = EventLog(FakeClock(), path)  # the torn end took no event along
+    third = EventLog(FakeClock(), path)  # the torn end did not remove an event
     assert kinds(third) == ["group.formed", "server.events_kept", "server.events_kept"]
 
 
@@ -144,7 +144,7 @@ def test_a_file_that_cannot_be_written_hurts_nobody(tmp_path):
 
 
 class Disk:
-    """In the place of os.write: takes nothing until it is let go."""
+    """Replaces os.write: writes nothing until it is released."""
 
     def __init__(self, monkeypatch):
         self.goes_on = threading.Event()
@@ -167,7 +167,7 @@ def test_a_disk_that_takes_nothing_holds_nobody_and_loses_nothing(tmp_path, monk
     assert time.monotonic() - started < MOST_S
     disk.goes_on.set()
     eventually(lambda: log._file._beside.empty)
-    log.tick()  # writes what had no room
+    log.tick()  # writes events that had no room
     log.close()
     again = EventLog(FakeClock(), tmp_path / "events")
     assert [event.message for event in again.after(0)][:100] == [f"{n}" for n in range(100)]

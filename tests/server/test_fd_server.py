@@ -1,4 +1,4 @@
-"""fd.sock under attack: what one user does to it, the others do not feel."""
+"""fd.sock under attack: one user's actions do not affect other users."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ep_runtime_server.sockets import descriptor_child
 from ep_runtime_server.sockets.spare_child import END_S
 
 LINGER_S = 2
-STALL_S = 0.3  # till then the descriptor is in the packet alone
+STALL_S = 0.3  # until then only the packet holds the descriptor
 MOST_S = 1.0  # for an answer while a close waits
 
 
@@ -126,11 +126,11 @@ def test_what_is_no_memory_is_told_from_it():
 
 
 class TestPlaces:
-    """Of eight connections one user may have four."""
+    """One user may have four of the eight connections."""
 
     @pytest.fixture
     def at_door(self, start_daemon, monkeypatch, tmp_path):
-        """(open a connection as this uid, daemon): 1001 and 1002 are served."""
+        """Returns (open a connection as this uid, daemon); the daemon serves uids 1001 and 1002."""
         monkeypatch.setattr(limits, "MAX_FD_CONNECTIONS", 8)
         monkeypatch.setattr(limits, "MAX_FD_CONNECTIONS_PER_UID", 4)
         now = [os.geteuid()]

@@ -1,4 +1,6 @@
-"""What was on boards is told as what is, bounded; and tallies say what ranks wrote."""
+"""Lists of the past look like those of the present, within bounds; tallies hold
+what ranks wrote.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,14 @@ from ep_runtime_server.memory.cuda_device import Gpus
 
 @pytest.fixture
 def gpus(start_daemon, monkeypatch):
-    """A daemon whose GPUs are files, which copies boards when it is told to."""
+    """A daemon with files as GPU memory, which copies boards when a test asks for it."""
     monkeypatch.setattr(history, "SAMPLE_EVERY_S", 3600.0)
     driver = FileDriver(gpu_bytes=1 << 30)
     return start_daemon(gpus=Gpus(load=lambda: driver), clock=FakeClock())
 
 
 class Job:
-    """A group on two GPUs whose numbers a test writes."""
+    """A group on two GPUs; a test writes its numbers."""
 
     def __init__(self, daemon, name: str = "moe", layers: int = 2) -> None:
         self._daemon = daemon
@@ -51,7 +53,7 @@ class Job:
             self.group.rank(rank, calls=steps, rows=10 * steps)
 
     def at(self, age_s: float | None):
-        """What was told of rank 1 and of the first handle that long ago."""
+        """Returns the lists of rank 1 and of the first handle from that long ago."""
         age = {"age": wire.duration(age_s)} if age_s is not None else {}
         ranks = self._daemon.ask("ListTallies", group=self.spec.name, **age).ranks
         handles = self._daemon.ask("ListHandles", group=self.spec.name, **age).handles
@@ -176,7 +178,7 @@ def test_a_board_that_would_hold_the_loop_is_not_copied(gpus, monkeypatch) -> No
 
 
 def test_a_copy_of_a_large_group_is_small_and_quick(gpus) -> None:
-    """64 ranks and 60 layers with 256 experts: what the loop's thread spends, and memory."""
+    """64 ranks and 60 layers with 256 experts: time of the loop's thread, and memory."""
     axes = {"mesh_axes": (("dp", 2), ("ep", 32)), "outer_axes": "dp"}
     spec = make_spec("large", num_experts=256, transport="nvlink", **axes)
     stack = wire.LayerStackSpec(layer_specs.LayerSpec("s", top_k=2), 60)
@@ -211,7 +213,7 @@ def test_tallies_say_what_ranks_wrote(daemon):
     op.calls, op.time_ns, op.wait_ns = 3, 700, 200
     peer = tally.peer(OpCode.COMBINE, 1)
     peer.arrival_ns, peer.wait_ns = 150, 120
-    for index in (0, 1, 2, MAX_LOADS - 1):  # the last two of the stack are beyond that
+    for index in (0, 1, 2, MAX_LOADS - 1):  # the last two layers of the stack are beyond that
         load, rows = tally.load(index)
         load.calls, load.time_ns, load.wait_ns, load.tokens = 1, 20, 10, 5
         rows[1] = 7

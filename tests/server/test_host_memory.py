@@ -1,4 +1,4 @@
-"""What cgroups leave of memory, as files of either version say it."""
+"""Reads the memory that cgroups leave, from files of both versions."""
 
 from __future__ import annotations
 

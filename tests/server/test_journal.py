@@ -1,4 +1,4 @@
-"""The journal keeps facts, whatever cuts it off."""
+"""The journal keeps facts, wherever a write is cut off."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_record_of_another_place_is_none(path):
     write(path, ("a", 1), ("b", 2))
     data = path.read_bytes().rstrip(b"\0")
     record = data[8 : 8 + (len(data) - 8) // 2]
-    path.write_bytes(data + record)  # the crc is right, the sequence is not
+    path.write_bytes(data + record)  # the crc is right, but the sequence is not
     journal = opened(path)
     assert journal.take_facts() == {"a": 1, "b": 2}
     assert journal.cut_bytes > 0
@@ -117,7 +117,7 @@ def test_a_file_is_written_anew_when_it_is_both_long_and_much_longer_than_its_fa
     path, monkeypatch
 ):
     def wants(facts: int, more: int) -> bool:
-        """A file of so many bytes of facts, and so many behind them."""
+        """Whether a file with that many bytes of facts and that many more wants compacting."""
         journal = opened(path)
         assert journal.compact({"a": "x" * facts})
         assert journal.append([("a", "x" * more)])
@@ -146,7 +146,7 @@ def test_a_full_disk_refuses_what_is_new_and_a_new_file_heals_it(path, fault):
 
 @pytest.fixture
 def free(monkeypatch):
-    """free[0]: bytes that the disk has left for what is allocated beyond a file's end."""
+    """free[0]: bytes that the disk has left for allocations past a file's end."""
     left, allocate = [1 << 30], os.posix_fallocate
 
     def bounded(fd: int, start: int, size: int) -> None:
@@ -178,7 +178,7 @@ def test_a_full_disk_says_how_much_is_wanted_and_little_heals_it(path, free):
 
 
 class Disk:
-    """Holds so many bytes: of a folder's files, by the blocks that they have."""
+    """A disk that holds that many bytes, counted by the blocks of a folder's files."""
 
     def __init__(self, folder, monkeypatch) -> None:
         self._folder = folder
@@ -199,16 +199,17 @@ class Disk:
 
 
 class KilledError(BaseException):
-    """The daemon is gone."""
+    """The daemon was killed."""
 
 
-# So many facts of 32 KiB each, and as many bytes of records that say nothing any more.
+# That many facts of 32 KiB each, and as many bytes of obsolete records.
 FACTS = {f"fact/{number}": f"{number}" * (16 << 10) for number in range(10, 24)}
 
 
 def long_journal(path, disk: Disk, *, free_bytes: int) -> Journal:
-    """Of FACTS, in the place of older values and between what was forgotten, on a disk that is full
-    but for so many bytes."""
+    """Writes FACTS over older values and between deleted ones, on a disk with only that many free
+    bytes.
+    """
     journal = opened(path)
     for number, (key, value) in enumerate(FACTS.items()):
         assert journal.append([(key, "before"), (f"gone/{number}", value)])
@@ -242,7 +243,7 @@ def test_a_new_file_needs_little_room_where_the_old_one_gives_way(path, disk, fr
 
 @pytest.mark.parametrize("call", ["ftruncate", "pwrite", "rename", "unlink"])
 def test_a_daemon_killed_while_files_give_way_loses_nothing(tmp_path, monkeypatch, call):
-    """Before and after each call that changes a file."""
+    """Kills before and after each call that changes a file."""
     real, count, ended = getattr(os, call), 0, False
     while not ended:
         for after in (False, True):
@@ -308,7 +309,7 @@ def test_a_second_file_of_another_journal_is_not_read(path, disk, monkeypatch):
     journal.close()
     second = path.with_name("journal.part")
     kept = second.read_bytes()
-    second.unlink()  # an older daemon knows nothing of it
+    second.unlink()  # an older daemon does not know it
     write(path, ("fact/10", "newer"))
     second.write_bytes(kept)
     assert facts_of(path)["fact/10"] == "newer"

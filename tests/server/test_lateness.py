@@ -1,4 +1,4 @@
-"""Whom others wait for, as the boards tell it."""
+"""Finds the ranks that others wait for, from the boards."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ep_runtime_server.groups import lateness
 
 class Board(Group):
     def waits(self, rank: int, waiting_for: int, *, for_s: float, layer_id: int = 0) -> None:
-        """The rank has waited that long; below 0 it is idle."""
+        """Writes that the rank has waited that long; below 0 it is idle."""
         state = board_abi.RankState.IDLE if waiting_for < 0 else board_abi.RankState.WAITING
-        # A machine that just started has no time as long ago as that: then since its start.
+        # A machine that booted recently has no such time: then since its boot.
         since_ns = max(1, time.monotonic_ns() - int(for_s * 1e9))
         waits = {"state": state, "waiting_for": waiting_for, "since_ns": since_ns}
         self.rank(rank, op=board_abi.OpCode.COMBINE, layer_id=layer_id, handle=1, **waits)
@@ -99,7 +99,7 @@ def test_a_state_that_nobody_knows_does_not_hide_the_daemon(daemon, job):
 
 
 def slow_ends(waits_for):
-    """As `_ends`, one rank after the other."""
+    """Like `_ends`, but one rank after another."""
     found = {}
     for rank, first in waits_for.items():
         seen, current = {rank}, first

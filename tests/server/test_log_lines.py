@@ -1,4 +1,4 @@
-"""Lines of the daemon's log: what they say, and that a reader who reads nothing holds nobody."""
+"""Lines of the daemon's log: their content, and that a reader who never reads blocks nobody."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ep_runtime_server.base.events import Event, EventLog
 
 @pytest.fixture
 def root():
-    """The root logger as it was before."""
+    """Restores the root logger after the test."""
     logger = logging.getLogger()
     before, level = logger.handlers[:], logger.level
     yield logger
@@ -120,7 +120,7 @@ def test_lines_that_nobody_reads_are_counted_and_told_once_there_is_room(pipe):
     eventually(lambda: log.beside.empty)
     for number in range(50):
         log.emit(plain_record(f"{number}"))
-    assert log.take_lost() == 0  # to tell it now would be lost as well
+    assert log.take_lost() == 0  # a line about it would be lost as well
     told = EventLog(FakeClock())
     told.lost_lines = log.take_lost
     found = b""

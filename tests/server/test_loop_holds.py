@@ -1,4 +1,4 @@
-"""No request holds the event loop, and callers who say little delay nobody."""
+"""No request blocks the event loop, and slow callers delay nobody."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from ep_runtime import board_abi, errors, layer_specs, wire
 from ep_runtime.v1 import fd_socket_pb2, group_service_pb2, layer_service_pb2, types_pb2
 
 HOLD_S = 0.1
-# Every two bytes of it become a message.
+# Every two bytes of the request become a message.
 LARGEST = layer_service_pb2.RegisterLayersRequest(
     layers=[types_pb2.LayerSpec()]
 ).SerializeToString() * ((wire.MAX_REQUEST_BYTES - 100) // 2)
 
 
 def hold_s() -> float:
-    """How long a turn may take: where protobuf itself, which nobody interrupts, takes longer to
-    read the largest request, as on a slow machine, three times that."""
+    """Returns the limit of a turn. Protobuf cannot be interrupted: on a slow machine the limit is
+    three times as long as it takes to read the largest request.
+    """
     before_s = time.thread_time()
     layer_service_pb2.RegisterLayersRequest.FromString(LARGEST)
     return max(HOLD_S, 3 * (time.thread_time() - before_s))
 
 
 def create_of(spec_changes):
-    """A CreateGroup whose spec is `spec_changes` away from one that is right."""
+    """Sends a CreateGroup with a right spec, changed by `spec_changes`."""
 
     def send(client):
         request = client.create_request(make_spec("other"), wait_s=0.0)
@@ -170,7 +171,7 @@ def test_hellos_that_come_together_are_answered_in_short_turns(daemon, server_lo
 
 
 def test_what_is_registered_in_turns_is_registered_whole(daemon, busy):
-    """Two calls at once, whose layers are told apart and whose handles do not overlap."""
+    """Two calls at once register all their layers, and handles do not overlap."""
     calls = [
         busy.layers.RegisterLayers.future(
             layer_service_pb2.RegisterLayersRequest(
@@ -191,13 +192,13 @@ def test_what_is_registered_in_turns_is_registered_whole(daemon, busy):
 
 
 CALLS = 200
-# A busy machine's own delays, which the first figure may have missed.
+# Delays of a busy machine, which the first figure may have missed.
 SLACK_S = 0.05
 GONE_S = 20.0
 
 
 def open_connections(directory, count: int) -> list[socket.socket]:
-    """As many, in turn to fd.sock and api.sock, as the daemon lets us have at once."""
+    """Opens connections, by turns to fd.sock and api.sock, up to the daemon's limit."""
     kinds = itertools.cycle(
         [(wire.FD_SOCKET, socket.SOCK_SEQPACKET), (wire.API_SOCKET, socket.SOCK_STREAM)]
     )
@@ -214,7 +215,7 @@ def open_connections(directory, count: int) -> list[socket.socket]:
 
 
 def p99_s(client, between=lambda: None) -> float:
-    """The best of three rounds: what else the machine does only adds to them."""
+    """Returns the best of three rounds, because other load only adds to a round."""
     rounds = []
     for _ in range(3):
         times = []
@@ -240,12 +241,12 @@ def test_callers_who_say_little_delay_nobody(daemon_process, dose, record_proper
             with contextlib.suppress(OSError):
                 connection.send(b"P")
 
-    waits.ticket(waits.create(make_spec()).group)  # and nobody ever redeems it
+    waits.ticket(waits.create(make_spec()).group)  # and no process redeems it
     beside_s = p99_s(client, a_byte)
     record_property("p99 of a heartbeat alone", f"{1e3 * before_s:.1f} ms")
     record_property("p99 of a heartbeat beside them", f"{1e3 * beside_s:.1f} ms")
     assert beside_s < 2 * before_s + SLACK_S
-    windows = 4  # of the group that is there now, and its board's mapping
+    windows = 4  # of the existing group, and of its board's mapping
     eventually(
         lambda: len(os.listdir(f"/proc/{daemon.pid}/fd")) <= fds + windows + 2, within_s=GONE_S
     )

@@ -1,4 +1,4 @@
-"""What Prometheus reads of a daemon: names, labels, values, how many and how fast."""
+"""Metrics that Prometheus reads from a daemon: names, labels, values, counts and speed."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from ep_runtime_server.metrics.exposition import encode
 from ep_runtime_server.nodes.config import Endpoint
 
 PREFIX = "ep_runtime_"
-HOLD_S = 0.04  # of the loop, by processor time; text of a large job takes twice as long
+HOLD_S = 0.04  # time of the loop's thread; text of a large job takes twice as long
 
 
 class Metered(Running):
-    """A daemon with an endpoint, and what tests read there."""
+    """A daemon with a metrics endpoint, and helpers that read it."""
 
     def __init__(self, loop, directory, daemon) -> None:
         super().__init__(loop, directory, daemon, None)
@@ -56,7 +56,9 @@ class Metered(Running):
             return answer.read().decode()
 
     def values(self, name: str, **labels: str) -> dict[tuple[str, ...], float]:
-        """Of one metric's series with those labels, by the values of the others in name order."""
+        """Returns a metric's values with those labels, by the values of its other labels, sorted by
+        name.
+        """
         return {
             tuple(value for key, value in sorted(sample.labels.items()) if key not in labels): (
                 sample.value
@@ -130,7 +132,7 @@ def _tally_combines(tally: Tally, rank: int, calls: int) -> None:
 
 def test_every_metric_is_exported_and_nothing_else(metered, job) -> None:
     families = {family.name: family for family in text_string_to_metric_families(metered.text())}
-    # The parser, as the format's newer version, keeps _total for the samples of a counter.
+    # Like the newer format, the parser keeps _total for the samples of a counter.
     expected = {metric.full_name.removesuffix("_total"): metric for metric in METRICS.values()}
     assert {name for name in families if not name.startswith("process_")} == set(expected)
     assert "process_start_time_seconds" in families
@@ -159,7 +161,7 @@ def test_names_follow_the_conventions() -> None:
         assert metric.full_name.endswith("_total") == (metric.kind == COUNTER)
         base = metric.full_name.removesuffix("_total")
         assert not re.search(r"_(ms|us|ns|s|kb|mb|gib|mib|percent|count|sum|bucket)$", base)
-        # A unit stands at the end, nowhere else.
+        # A unit is only at the end of a name.
         assert not [unit for unit in units if unit in base and not base.endswith(unit)]
         assert metric.labels[0] == "node"
         assert not {"le", "quantile", "instance", "pid"} & set(metric.labels)
@@ -240,7 +242,7 @@ def test_what_is_counted_as_status_counts_it(metered, job) -> None:
     assert metered.value("handles") == status.num_handles == 3
     assert metered.value("layers") == status.num_layers == 2
     assert metered.value("groups", state="READY") == status.num_groups == 1
-    # Not the one that `status` opens.
+    # Not the connection that `status` opens.
     assert metered.value("sessions", state="ACTIVE") == 1
     (user,), most = status.users, status.user_limits
     for what in ("groups", "layers", "host_bytes", "journal_bytes"):
@@ -276,7 +278,7 @@ def test_who_waits_for_whom_and_for_how_long(metered) -> None:
         assert len(metered.values("late_rank_seconds", job="waits")) == 1
         now = {"state": "WAITING", "op": "COMBINE"}
         assert len(metered.values("rank_state", job="waits", **now)) == 2
-        group.rank(1, state=99)  # of which nothing is known, as of another node's
+        group.rank(1, state=99)  # nothing is known of it, as of another node's
         assert metered.values("rank_calls_total", job="waits", rank="1") == {}
         assert metered.value("peer_waiters", job="waits", rank="1") == 1
     finally:
@@ -284,7 +286,7 @@ def test_who_waits_for_whom_and_for_how_long(metered) -> None:
 
 
 def test_a_group_that_is_gone_has_no_series(metered, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "check_new_name", lambda kind, name: None)  # as journals have some
+    monkeypatch.setattr(runtime, "check_new_name", lambda kind, name: None)  # as in journals
     client = metered.client(job='"short", \\n')
     group = Group(client, make_spec("short"), layers=[layer_specs.LayerSpec("l", top_k=1)])
     assert metered.values("calls_total", job='"short", \\n')
@@ -379,7 +381,7 @@ def _tally_once(tally: Tally) -> None:
 
 
 def of_job(sheet, name: str) -> int:
-    """Series of a job in what a collector made."""
+    """Counts a job's series in the output of a collector."""
     return sum(
         SERIES_OF_HISTOGRAM if METRICS[metric].kind == HISTOGRAM else 1
         for metric, rows in sheet.rows.items()

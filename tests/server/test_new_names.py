@@ -1,4 +1,4 @@
-"""Names of what is new are refused by the daemon itself; those that it has known stay."""
+"""The daemon refuses odd new names, but keeps those that it has already registered."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_raw_client_gives_nothing_new_such_a_name(daemon, name):
 
 
 def test_nor_does_his_word_after_a_restart(daemon):
-    """A new daemon takes the word of processes for groups of before."""
+    """A new daemon believes processes about groups from before its start."""
     client = daemon.client()
     (layer,), _ = client.register(
         client.ready(make_spec(transport="xla")), [layer_specs.LayerSpec("l", top_k=1)]

@@ -1,4 +1,4 @@
-"""The coordinator's list: names, leases, versions, and what it remembers."""
+"""The coordinator's list: names, leases, versions, and the facts it stores."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def identity(node: str, **more) -> NodeIdentity:
 
 
 class Coordinator:
-    """The list on a journal; `restart` is a new life on the same one."""
+    """The list on a journal; `restart` opens it again from the same journal."""
 
     def __init__(self, path, expected=None, *switches: str) -> None:
         self.clock = FakeClock()
@@ -169,7 +169,7 @@ def test_bugfix_and_neighbouring_minor_releases_and_more_protocols_fit(coordinat
 def test_a_node_that_is_refused_is_listed_so_and_gone_when_it_asks_no_more(coordinator):
     nodes = coordinator.nodes
     nodes.join(identity("b"))
-    for _ in range(2):  # it asks again and again
+    for _ in range(2):  # it asks repeatedly
         coordinator.clock.advance(0.9 * limits.NODE_LEASE_S)
         nodes.refused(identity("b", incarnation="2", server_version="1.9.0"), "too new")
         nodes.tick()
@@ -220,7 +220,7 @@ def test_a_coordinator_that_starts_again_awaits_its_nodes_a_whole_lease(coordina
         coordinator.nodes.report("b", lease)
     before = coordinator.nodes.all()[1].since_s
     coordinator.clock.advance(1)
-    assert coordinator.nodes.join(identity("b")).since_s == before  # it was there all the time
+    assert coordinator.nodes.join(identity("b")).since_s == before  # it was joined all the time
     coordinator.clock.advance(limits.NODE_LEASE_S)
     coordinator.nodes.tick()
     assert coordinator.states()["b"] == "UNREACHABLE"
@@ -236,7 +236,7 @@ def test_no_epoch_is_given_twice_and_ids_stay(coordinator):
     assert (facts.node_id, facts.cluster_id) == (node_id, cluster_id)
     facts.found()
     given.append(facts.next_epoch())
-    facts.heard(57)  # of a node, by a coordinator whose file was lost
+    facts.heard(57)  # a node's, after its coordinator lost the file
     facts.heard(3)
     given.append(facts.next_epoch())
     assert given == [1, 2, 3, 58]
@@ -275,7 +275,7 @@ async def test_a_slow_disk_holds_who_asks_and_not_the_loop(coordinator, monkeypa
     telling = [asyncio.ensure_future(facts.durable()) for _ in range(3)]
     for _ in range(100):
         await asyncio.sleep(0)
-    assert not any(done.done() for done in telling)  # and told to nobody
+    assert not any(done.done() for done in telling)  # and sent to no node
     assert facts.next_epoch() == epoch + 1
     taken.set()
     await asyncio.gather(*telling)
@@ -304,7 +304,7 @@ def test_nor_does_one_on_which_the_file_is_written_anew(coordinator, monkeypatch
         telling = asyncio.ensure_future(facts.durable())
         for _ in range(100):
             await asyncio.sleep(0)
-        assert not telling.done()  # and told to nobody
+        assert not telling.done()  # and sent to no node
         taken.set()
         await telling
         return epoch

@@ -1,4 +1,4 @@
-"""Journals that are torn or say odd things: the daemon starts, and names and counts them."""
+"""The daemon starts from torn or odd journals, and names and counts their faults."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def write(path, facts) -> None:
 
 
 def places(value, path=()):
-    """Paths of every value inside a JSON value, and of itself."""
+    """Yields the paths of a JSON value and of every value inside it."""
     yield path
     inner = (
         value
@@ -75,7 +75,7 @@ def replaced(value, path, odd):
 
 
 def odd_journals(facts, numbers, count):
-    """Journals with one value each that is odd."""
+    """Yields journals in which one value is odd."""
     every = [(key, path) for key, value in facts.items() for path in places(value)]
     for _ in range(count):
         key, path = numbers.choice(every)
@@ -101,7 +101,7 @@ def journal_of_a_job(start_daemon, tmp_path):
 
 
 def look(daemon) -> None:
-    """Everything that an operator asks, and everything that the clock brings."""
+    """Calls everything that an operator may ask, and runs everything that the clock triggers."""
     for method in ("Sessions", "Groups", "Layers", "Handles", "Buffers", "Ranks", "Events"):
         daemon.ask(f"List{method}")
     daemon.status()
@@ -166,7 +166,7 @@ def test_a_whole_record_that_is_no_fact_is_left_out(tmp_path, payload, monkeypat
     ("kind", "place", "value", "left_out"),
     [
         ("layers", (0, 3), board_abi.MAX_HANDLES, 1),  # more than a board has
-        ("windows", ("buffers", 0, 2), -2, 2),  # -1 is the board; its group goes too
+        ("windows", ("buffers", 0, 2), -2, 2),  # -1 is the board; its group is dropped too
     ],
 )
 def test_a_record_of_one_number_too_far_is_left_out(
@@ -189,7 +189,7 @@ def test_the_workspace_of_a_group_is_kept(start_daemon, journal_of_a_job, tmp_pa
     specs = [fact["spec"] for fact in facts.values() if isinstance(fact, dict) and "spec" in fact]
     assert specs
     for spec in specs:
-        assert "workspace" not in spec  # its default: a version without it reads the record
+        assert "workspace" not in spec  # its default: a version without the field reads the record
         spec.update({} if written is None else {"workspace": written})
     directory = tmp_path / "d"
     directory.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""Descriptors of the daemon: no user takes those of another, or of who may order."""
+"""Descriptors of the daemon: no user can use up those of other users or of operators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ep_runtime_server.main import EXIT_USAGE
 
 GREEDY, GREEDY_TOO = 65534, 65533
 LIMIT = 256
-# The kernel counts what root sends, and stops nobody who may raise limits.
+# The kernel counts descriptors that root sends, but limits nobody who may raise limits.
 AS_A_USER = ("setpriv", "--bounding-set=-sys_resource,-sys_admin", "--inh-caps=-all")
 MOST_S = 3.0  # of an answer; without a descriptor gRPC alone waits for 13 s
 
@@ -29,13 +29,13 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes ano
 
 
 def at_most(number: int) -> tuple[str, ...]:
-    """A launcher of what may have so many files open."""
+    """Launches a program that may have that many files open."""
     return ("sh", "-c", f'ulimit -n {number}; exec "$@"', "sh")
 
 
 @pytest.fixture
 def served(daemon_process):
-    """A daemon that may open LIMIT files and serves two users beside ours."""
+    """A daemon that may open LIMIT files and serves two users besides ours."""
     with tempfile.TemporaryDirectory(prefix="epu-") as name:
         os.chmod(name, 0o755)
         allowed = [word for uid in (GREEDY, GREEDY_TOO) for word in ("--allow-uid", str(uid))]
@@ -51,13 +51,13 @@ def take_all(daemon: DaemonProcess, uid: int, kind: str):
 
 
 def fill(daemon: DaemonProcess) -> None:
-    """Takes what two users left over."""
+    """Takes the descriptors that two users left over."""
     for _ in range(LIMIT):
         daemon.client()
 
 
 def operator_is_served(daemon: DaemonProcess) -> pb.GetStatusResponse:
-    """Every list on a connection of its own, and the probe."""
+    """Checks that every list, on a connection of its own, and the probe get answers."""
     for method in ("ListSessions", "ListGroups", "ListBuffers", "ListEvents", "ListRanks"):
         stubs = Stubs(daemon.directory, wire.ADMIN_SOCKET)
         request = getattr(pb, f"{method}Request")()
@@ -94,7 +94,7 @@ def test_other_nodes_take_no_more_than_is_kept_for_them(daemon_process):
     with contextlib.ExitStack() as held:
         for _ in range(LIMIT):
             connection = held.enter_context(socket.create_connection((host, port), MOST_S))
-            with contextlib.suppress(OSError):  # it was turned away
+            with contextlib.suppress(OSError):  # it was refused
                 connection.sendall(SAYS_NOTHING)
         operator_is_served(daemon)
         daemon.client().ready(make_spec(ranks=2))
@@ -106,7 +106,7 @@ def test_who_opens_all_he_may_takes_nothing_from_others(served, kind):
     status = operator_is_served(served)
     held = {user.uid: user.num_fds for user in status.users}.get(GREEDY, 0)
     assert held <= status.user_limits.max_fds
-    assert status.num_fds <= LIMIT - 50  # what the daemon keeps for itself, and half of the rest
+    assert status.num_fds <= LIMIT - 50  # the daemon's reserve, and half of the rest
     ours = served.client()
     ours.ready(make_spec(ranks=2))
     assert operator_is_served(served).num_groups >= 1

@@ -1,4 +1,4 @@
-"""Answers kept for retries: of one session so many, and so many bytes."""
+"""Answers kept for retries: a limited number and size for each session."""
 
 from __future__ import annotations
 

@@ -16,12 +16,12 @@ from ep_runtime_server.base import limits
 pytestmark = pytest.mark.slow
 
 LOST_S = limits.NODE_LEASE_S + 2 * limits.NODE_RPC_S
-# A packet that got lost is sent again after a while, and that while doubles.
+# A lost packet is sent again after a time that doubles with each loss.
 MENDED_S = 20.0
 
 
 class Nodes:
-    """a, which coordinates, and b; they trust each other by certificates."""
+    """Node a, the coordinator, and node b; they trust each other by certificates."""
 
     def __init__(self, net, daemon_process, folder) -> None:
         self._net, self._start = net, daemon_process
@@ -43,7 +43,7 @@ class Nodes:
         self.b = self.start("b", self.b.directory)
 
     def whole(self) -> None:
-        """The cluster is one again, and both say the same of it."""
+        """Waits until the cluster is whole again and both nodes report the same."""
         joined(self.b, within_s=MENDED_S)
         eventually(lambda: states(self.a) == {"a": "JOINED", "b": "JOINED"}, within_s=MENDED_S)
 
@@ -96,7 +96,7 @@ def test_a_cable_that_is_cut_one_way_or_both_ends_no_group_and_lets_none_form(
         with pytest.raises(errors.GroupNotReadyError) as caught:
             half.result(WAIT_S)
         assert caught.value.fields["missing_ranks"] == [1 - rank]
-    for client in (first, second):  # what needs one node alone goes on
+    for client in (first, second):  # groups of one node alone continue
         assert client.ready(make_spec("alone", ranks=1)).state == 2
     lossy_net.mend()
     nodes.whole()
@@ -107,7 +107,7 @@ def test_a_cable_that_is_cut_one_way_or_both_ends_no_group_and_lets_none_form(
 
 
 def test_a_node_that_starts_again_behind_a_cut_takes_its_place(lossy_net, nodes, pool):
-    """Nobody tells a that b's end of every connection is gone: they are half open."""
+    """Node a does not learn that b's connections have closed: they are half open."""
     first = nodes.a.client()
     groups = all_ready(pool, spec_of(), (first, [0]), (nodes.b.client(process=True), [1]))
     lossy_net.cut()

@@ -1,5 +1,6 @@
 """A real Prometheus scrapes daemons while jobs run: every query of the dashboard and of the alert
-rules finds data. Skipped where Prometheus is not installed."""
+rules finds data. The tests are skipped if Prometheus is not installed.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +36,14 @@ pytestmark = pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="Prometheus is not installed"
 )
 
-LIMIT_S = 60.0  # a program of another project, beside whatever else runs
+LIMIT_S = 60.0  # another project's program, on a machine with other load
 
 
 class Prometheus:
     """Prometheus on a free port, which scrapes once a second."""
 
     def __init__(self, folder: Path, targets: dict[str, str]) -> None:
-        """`targets`: by address, the node that it is to be, as if each were on a machine."""
+        """`targets`: node names by address, as if each were on a separate machine."""
         names = [
             {
                 "source_labels": ["instance", "node"],
@@ -78,7 +79,7 @@ class Prometheus:
         self._url = ""
 
     def start(self) -> None:
-        """Returns when it serves."""
+        """Starts it; returns once it serves."""
 
         def listens() -> bool:
             said = self._log.read_text()
@@ -95,7 +96,7 @@ class Prometheus:
             return json.load(answer)["data"]
 
     def finds(self, expression: str) -> bool:
-        """Whether the query gives a number."""
+        """Whether the query finds a number."""
         found = self.ask("query", query=expression)["result"]
         return any(not math.isnan(float(series["value"][1])) for series in found)
 
@@ -109,7 +110,7 @@ class Prometheus:
 
 
 class Written:
-    """A group on GPUs that are files; its numbers grow as a job's do, and rank 1 is late."""
+    """A group on fake GPUs; its numbers grow like a job's, and rank 1 is late."""
 
     def __init__(self, daemon: Running) -> None:
         client, layer = daemon.client(job="written"), layer_specs.LayerSpec("layer", top_k=2)
@@ -136,7 +137,7 @@ class Written:
 
 @pytest.fixture
 def gpus(start_daemon):
-    """A daemon whose GPUs are files."""
+    """A daemon with files as GPU memory."""
     driver = FileDriver(gpu_bytes=1 << 30)
     return start_daemon(
         gpus=Gpus(load=lambda: driver), metrics=Endpoint("127.0.0.1", 0), metrics_detail=True
@@ -170,7 +171,7 @@ def prometheus(gpus, serving, tmp_path):
 
 @pytest.fixture
 def jobs(gpus, serving):
-    """One that moves rows through host memory, one that is written."""
+    """Two jobs: one moves rows through host memory, the other's boards are written by the test."""
     with ep.connect(f"unix://{serving.directory}", job="tests", timeout_s=LIMIT_S) as session:
         job, written = Job(session), Written(gpus)
         try:
@@ -181,7 +182,7 @@ def jobs(gpus, serving):
 
 
 def numbers(text: str) -> str:
-    """What a rule compares: its condition may not hold now."""
+    """Returns the expression that a rule compares, because its condition may be false now."""
     return re.sub(r" (==|>|<) [\d.* ]+$", "", text)
 
 

@@ -1,4 +1,4 @@
-"""What one user may hold, and what others hear of it."""
+"""Limits of one user, and what other users learn of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ SIZE = board.board_bytes(SPEC) + 2 * board.window_bytes(SPEC)
 
 @pytest.fixture
 def start(start_daemon, tmp_path):
-    """start(**limits): a daemon with these limits of a user; `start.peer_uid` is who connects."""
+    """start(**limits): a daemon with these limits per user; `start.peer_uid` is the
+    connecting uid.
+    """
 
     def make(settings=None, **limits):
         return start_daemon(
@@ -55,7 +57,7 @@ def test_groups_of_one_user_are_limited_and_leave_room_for_others(start):
     client = daemon.client()
     first = client.create(make_spec("one")).group
     client.create(make_spec("two"))
-    client.create(make_spec("two"))  # is there already
+    client.create(make_spec("two"))  # already exists
     assert over(client.create, make_spec("three")) == ("groups", 1, 2, 2)
     start.peer_uid = OTHER_UID
     other = daemon.client()
@@ -73,7 +75,7 @@ def test_bytes_of_one_user_are_limited_until_they_are_free(start):
     start.peer_uid = OTHER_UID
     daemon.client().create(SPEC)
     client.close_group(group)
-    client.create(make_spec("more"))  # waits for what is being freed
+    client.create(make_spec("more"))  # waits for memory that is being freed
     assert usage_of(daemon, OTHER_UID).host_bytes == SIZE
 
 
@@ -127,7 +129,7 @@ def test_layers_of_one_user_are_limited_over_all_groups(start):
     one, two = (client.create(make_spec(name)).group for name in ("one", "two"))
     layers = [LayerSpec(name, top_k=1) for name in "abc"]
     client.register(one, layers[:2])
-    client.register(one, layers[:2])  # are there already
+    client.register(one, layers[:2])  # already exist
     assert over(client.register, two, layers[:2]) == ("layers", 2, 2, 3)
     client.register(two, layers[:1])
     assert over(client.register, one, layers) == ("layers", 1, 3, 3)

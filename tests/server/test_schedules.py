@@ -1,4 +1,4 @@
-"""Daemons under random schedules (`schedules`), of one node and of several: promises are kept.
+"""Daemons of one or several nodes under random schedules (`schedules`) keep their promises.
 
 python -m pytest -n 4 --dose 20000 tests/server/test_schedules.py
 
@@ -29,14 +29,14 @@ from ep_runtime_server.cluster.ends import Ends
 from ep_runtime_server.cluster.views import Assembly
 from ep_runtime_server.memory.windows import WindowSet
 
-# In so many schedules what is left out shows.
+# This many schedules also find rare faults.
 SEEDS = 200
-PARTS = 4  # as many cores may take part
+PARTS = 4  # on as many cores
 
 
 @pytest.fixture(autouse=True)
 def _quick_collections() -> Iterator[None]:
-    """Each run ends with one, which is to look at what the run made alone."""
+    """Each run ends with a garbage collection, which need only look at the run's own objects."""
     gc.collect()
     gc.freeze()
     yield
@@ -68,9 +68,9 @@ CLAIMS_IN_VAIN = (
     Slot("a", (2,), (form(0, 6.0), form(0, 12.0))),
     Slot("a", (3,), ()),
 )
-# Each had a fault once; the name says what is right.
+# Each of these schedules once had a fault; its name states the right behaviour.
 MENDED = {
-    # On a node where another process of the job waits, whose group ends with it both times.
+    # Another process of the job waits on that node; its group ends with it both times.
     "who comes with another spec again is told again": Schedule(
         *(550, ABC, 4, "memfd", 4.0),
         (
@@ -81,7 +81,7 @@ MENDED = {
         ),
         (),
     ),
-    # Each claim took the other's place at once, for as long as they were shown.
+    # The claims replaced each other at once, for as long as they were listed.
     "processes of a node that come with several specs again let time pass": Schedule(
         *(818, AB, 3, "xla", 4.0),
         (
@@ -91,7 +91,7 @@ MENDED = {
         ),
         (),
     ),
-    # What its node had claimed before still stood at the coordinator.
+    # An earlier claim of its node was still listed at the coordinator.
     "who comes with another spec after a claim in vain is told of elsewhere": Schedule(
         4804, AB, 4, "xla", 0.0, CLAIMS_IN_VAIN, ()
     ),
@@ -107,7 +107,7 @@ MENDED = {
         ),
         ((0.1377, "die", 2),),
     ),
-    # Of the group that waits there, which ends with the one that came later.
+    # The group that waits there ends with the claim that came later.
     "a spec that a node refused before the coordinator had it is told elsewhere": Schedule(
         *(96375, ABC, 4, "xla", 4.0),
         (
@@ -130,7 +130,7 @@ MENDED = {
         ),
         (),
     ),
-    # By the process before, of whose end the coordinator had not heard.
+    # The claim of the process before, of whose end the coordinator had not learned.
     "a spec is told elsewhere though its rank was claimed a moment ago": Schedule(
         *(121954, ABC, 3, "xla", 0.0),
         (
@@ -140,7 +140,7 @@ MENDED = {
         ),
         (),
     ),
-    # Its node alone was known to have heard, and to try again.
+    # Only its node was known to have learned of it, and to retry.
     "a process is told of another spec that its node heard of before it came": Schedule(
         *(72009, AB, 3, "memfd", 0.0),
         (
@@ -171,7 +171,7 @@ MENDED = {
         ),
         ((0.17, "replace", "a", 2.0),),
     ),
-    # Until the daemon had its groups back, and then as long again for the others.
+    # Until the daemon has its groups back, and as long again for the others.
     "a wait that a daemon's restart falls into is no longer than asked for": Schedule(
         *(18861, AB, 2, "memfd", 4.0),
         (
@@ -190,7 +190,7 @@ def test_a_schedule_that_had_a_fault_has_none(schedule):
 
 
 def test_an_answer_that_nobody_wants_any_more_leaves_no_error_behind(monkeypatch):
-    """The call had failed when the claims that it was for had changed."""
+    """The call used to fail if its claims had changed."""
     monkeypatch.setattr(spanning, "_claims", lambda group: ())
     monkeypatch.setattr(spanning, "_wants_others", lambda group: False)
     group = SimpleNamespace(generation=1, changes=Changes())
@@ -209,7 +209,7 @@ def test_an_answer_that_nobody_wants_any_more_leaves_no_error_behind(monkeypatch
 
 
 async def _formed(cluster: SimulatedCluster, ranks_per_node: int) -> list[Process]:
-    """Processes of one rank each, as many on each node, whose group is READY."""
+    """Starts processes of one rank each, as many on each node; returns once the group is READY."""
     for node in cluster.nodes:
         cluster.start(node)
     await asyncio.sleep(1.0)
@@ -251,7 +251,7 @@ def test_a_node_is_told_in_one_call_of_all_processes_that_end_together(monkeypat
 
 
 def test_calls_grow_with_nodes_and_not_with_their_square():
-    """Sixteen nodes form a group, lose a process, form again, and end one after the other."""
+    """Sixteen nodes form a group, lose a process, form again, and end one after another."""
     names = ("a", *(f"n{number}" for number in range(1, 16)))
     with simulated(1, names) as cluster:
         calls = {}
@@ -287,7 +287,7 @@ def test_calls_grow_with_nodes_and_not_with_their_square():
 
 
 def _older(monkeypatch, *nodes: str) -> None:
-    """Daemons that do not know how reports are passed on: they ignore these fields."""
+    """Daemons of an older version, which ignore the fields of forwarded reports."""
     serve = Life.serve
 
     def without(life, method, data, within_s):

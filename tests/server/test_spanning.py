@@ -1,4 +1,4 @@
-"""Groups of one job on several nodes: one view for all, and ends told."""
+"""Groups of one job on several nodes: one view for all, and all learn of its end."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_a_process_that_dies_under_a_view_leads_to_a_new_attempt_with_a_new_epoc
     dying.process.kill()
     eventually(lambda: group_of(a).epoch == 0, within_s=TOLD_S)  # that view is given up
     second = b.client().ready(spec_of(), ranks=[1])
-    group = waiting.result(WAIT_S)  # nobody had to create it again on a
+    group = waiting.result(WAIT_S)  # no process on a had to create it again
     assert (group.epoch, group.attempt) == (second.epoch, 2)
     assert second.epoch > groups[0].epoch
     assert members(group) == members(second)
@@ -225,14 +225,16 @@ def test_a_process_that_closes_the_group_breaks_nothing(nodes, pool):
     groups = all_ready(pool, spec_of(), (first, [0]), (second, [1]))
     second.close_group(groups[1])
     eventually(lambda: state(b) == "GONE")
-    eventually(lambda: not group_of(a).members[1].attached)  # node a has heard of it
+    eventually(lambda: not group_of(a).members[1].attached)  # node a knows of it
     assert state(a) == "READY"
     again = all_ready(pool, spec_of(), (first, [0]), (second, [1]))
     assert again[0].epoch > groups[0].epoch
 
 
 def test_a_node_answers_for_its_processes_of_a_view_that_its_group_left(nodes, pool):
-    """Another process of it closed the group and claims again; this one dies in the old view."""
+    """Another process of the node closed the group and claims again; this one dies
+    in the old view.
+    """
     a, b = nodes
     dying, leaving, other = a.client(process=True), a.client(), b.client()
     groups = all_ready(pool, spec_of(3), (dying, [0]), (leaving, [1]), (other, [2]))
@@ -283,7 +285,7 @@ def test_another_node_speaks_for_its_own_ranks_only(nodes, pool, call_node):
     with pytest.raises(errors.PermissionDeniedError, match="'c' does not coordinate"):
         call_node(theirs, node_service_pb2, "TellGroup", passed_on)
     passed_on.node = "a"
-    passed_on.reports[0].node = "c"  # the coordinator does not ask whose ranks these are
+    passed_on.reports[0].node = "c"  # the coordinator does not check who holds these ranks
     assert call_node(theirs, node_service_pb2, "TellGroup", passed_on).told
     old = node_service_pb2.TellGroupRequest(
         node="b", lost_ranks=[1], key=key, epoch=group.epoch - 1
@@ -299,7 +301,7 @@ def test_a_report_may_name_as_many_nodes_as_a_cluster_has(nodes, call_node):
     request = node_service_pb2.TellGroupRequest(node="b", key=key, epoch=1, others=others)
     answer = call_node(cluster_of(a).coordinator, node_service_pb2, "TellGroup", request)
     assert answer.told
-    assert sorted(answer.unheard) == sorted(others)  # they are not in the cluster
+    assert sorted(answer.unheard) == sorted(others)  # they are not nodes of the cluster
     request.others.append("one-more")
     with pytest.raises(errors.InvalidArgumentError, match="others must be at most"):
         call_node(cluster_of(a).coordinator, node_service_pb2, "TellGroup", request)

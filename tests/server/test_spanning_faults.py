@@ -34,8 +34,8 @@ def three(daemon_process):
     return start
 
 
-# What the coordinator writes: its two ids, its first epoch, two nodes, then the view's epoch and
-# the decision.
+# Records that the coordinator writes: its two ids, its first epoch, two nodes, then the view's
+# epoch and the decision.
 _DECISION = 7
 
 
@@ -45,7 +45,7 @@ def test_a_process_that_dies_while_nobody_knows_the_decision_is_not_forgotten(
     a, flags, (b, c) = three(f"failpoint:cluster.after_write=kill:{_DECISION}")
     dying = c.client(process=True)
     futures = one_each(pool, b.client(), dying)
-    assert a.ended(within_s=5.0)[0] == -9  # the view is committed, and it told nobody
+    assert a.ended(within_s=5.0)[0] == -9  # the view is committed, but no node knows it
     dying.process.kill()
     eventually(lambda: state(c) != "FORMING", within_s=TOLD_S)
     eventually(lambda: list(group_of(b).members)[1].node == "c")
@@ -61,7 +61,7 @@ def test_a_daemon_that_ends_before_it_hears_the_decision_tells_the_others_when_i
 ):
     a, flags, (b, c) = three(f"failpoint:cluster.after_write=kill:{_DECISION}")
     futures = one_each(pool, b.client(), c.client(process=True))
-    assert a.ended(within_s=5.0)[0] == -9  # the view is committed, and it told nobody
+    assert a.ended(within_s=5.0)[0] == -9  # the view is committed, but no node knows it
     c.kill()
     assert futures[1].exception(WAIT_S) is not None
     restarted(c, "--join", flags[1], *plain_tcp(), "--node", "c")
@@ -104,7 +104,7 @@ def test_an_end_that_nobody_was_there_to_hear_is_told_by_the_next_daemon(three, 
     all_ready(pool, spec_of(), (b.client(), [0]), (dying, [1]))
     b.kill()
     dying.process.kill()
-    eventually(lambda: state(c) == "GONE")  # and so nothing of it is in the journal of c
+    eventually(lambda: state(c) == "GONE")  # so nothing of it is in c's journal
     c.kill()
     joins = ("--join", flags[1], *plain_tcp(), "--node")
     b = restarted(b, *joins, "b")
@@ -124,7 +124,7 @@ class Job:
         self._dead: set = set()
 
     def _form(self, rank: int):
-        """A process that lost a peer while it formed asks again, as a job's does."""
+        """A process that loses a peer while it forms the group retries, as a job's does."""
         client = self.clients[rank]
         for _ in range(20):
             try:
@@ -141,7 +141,9 @@ class Job:
         return self._pool.submit(self._form, rank)
 
     def formed(self, forming) -> list:
-        """The groups of all ranks under one epoch. Who had it before another died asks again."""
+        """Returns the groups of all ranks, under one epoch. A rank whose peer died
+        later retries.
+        """
         found: list = []
 
         def whole() -> bool:
@@ -179,7 +181,7 @@ _FORMS_AGAIN = (errors.PeerLostError, errors.StaleHandleError, errors.GroupNotRe
 def test_no_epoch_has_two_views_whatever_dies_while_a_group_forms(
     three, restarted, pool, seed, transport, dose
 ):
-    """Processes and the coordinator die at any moment; whoever is left forms the group."""
+    """Processes and the coordinator die at any moment; the survivors form the group."""
     chance = random.Random(seed)
     a, flags, daemons = three()
     job = Job(pool, daemons, spec_of(4, transport=transport))
@@ -207,7 +209,7 @@ def test_no_epoch_has_two_views_whatever_dies_while_a_group_forms(
             forming[rank] = job.form(rank)
         for group in job.formed(forming):
             note(group)
-        for rank in range(4):  # the next round forms anew
+        for rank in range(4):  # the next round forms the group again
             job.kill(rank)
         for daemon in daemons:
             eventually(lambda daemon=daemon: state(daemon) == "GONE", within_s=TOLD_S)

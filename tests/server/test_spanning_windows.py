@@ -1,4 +1,4 @@
-"""Groups with windows on several nodes: each node has those of its own ranks."""
+"""Groups with windows on several nodes: each node has its own ranks' windows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def spec_of(ranks: int = 4, **more):
 
 
 def windows_of(daemon) -> dict[int, str]:
-    """World rank -> name of its buffer; -1 is the board."""
+    """Returns the name of each world rank's buffer; -1 is the board."""
     return {buffer.world_rank: buffer.buffer_id for buffer in daemon.ask("ListBuffers").buffers}
 
 
@@ -77,7 +77,7 @@ def test_ep_groups_that_lie_on_one_node_each_keep_to_their_windows(
     axes = (("dp", 2), ("ep", 2))
     spec = spec_of(mesh_axes=axes, outer_axes="dp", on_overflow=on_overflow)
     groups = all_ready(pool, spec, (a.client(), [0, 1]), (b.client(), [2, 3]))
-    # Verdicts of "error" cross to the other EP group's node.
+    # "error" also ends calls on the other EP group's node.
     assert [group.spec.node_size for group in groups] == [wanted] * 2
     assert (sorted(windows_of(a)), sorted(windows_of(b))) == ([-1, 0, 1], [-1, 2, 3])
 
@@ -118,7 +118,7 @@ def test_a_process_that_dies_elsewhere_poisons_the_board_here(nodes, pool):
 
 
 def formed_by(pool, nodes, *ranks: list[int]):
-    """New processes that claim these ranks of a group of four; the processes and their groups."""
+    """Starts processes that claim these ranks of a group of four; returns them and their groups."""
     clients = [daemon.client(process=True) for daemon in nodes]
     return clients, all_ready(pool, spec_of(), *zip(clients, ranks, strict=True))
 
@@ -166,14 +166,14 @@ def test_other_blocks_get_new_memory(three, pool, again):
     clients, groups = formed_by(pool, three, *again)
     assert [group.spec.node_size for group in groups] == [1, 1, 1]
     assert not set(clients[0].process.do("inodes")).intersection(files)
-    for daemon, ranks in ((a, again[0]), (c, again[2])):  # what was retained goes by a thread
+    for daemon, ranks in ((a, again[0]), (c, again[2])):  # a thread frees retained memory
         eventually(lambda daemon=daemon, ranks=ranks: set(windows_of(daemon)) == {-1, *ranks})
     (event,) = [e for e in a.ask("ListEvents").events if e.kind == "windows.replaced"]
     assert "or of 2 ranks that share windows, now 1" in event.message
 
 
 def mapped_by(pool, spec, *claims):
-    """Groups that every process has mapped and none has reported yet."""
+    """Returns groups that every process has mapped but not reported."""
     made = [pool.submit(client.create, spec, ranks=ranks) for client, ranks in claims]
     groups = [future.result(WAIT_S).group for future in made]
     for (client, _), group in zip(claims, groups, strict=True):
@@ -220,7 +220,7 @@ def test_who_mapped_windows_of_other_blocks_than_the_next_views_creates_again(th
 
 @pytest.fixture
 def two(daemon_process):
-    """a, which coordinates, and b; and b's flags, for a restart."""
+    """Starts a, the coordinator, and b; returns also b's flags, for a restart."""
     address = place()
     a = daemon_process("--coordinator", address, *plain_tcp(), "--node", "a")
     flags = ["--join", address, *plain_tcp(), "--node", "b"]
@@ -242,7 +242,7 @@ def test_without_its_journal_a_daemon_keeps_the_memory_for_the_next_time(two, re
     answer = second.restore(groups[1], [2, 3], windows=[2, 3])
     assert sorted(answer.wanted_ranks) == [-1, 2, 3]
     assert second.give_back(groups[1]) == (3, [])
-    eventually(lambda: state(b) == "BROKEN", within_s=3.0)  # what the others are, nobody here knows
+    eventually(lambda: state(b) == "BROKEN", within_s=3.0)  # nobody here knows what the others are
     joined(b)
     first.close_group(groups[0])
     again = all_ready(pool, spec_of(), (first, [0, 1]), (second, [2, 3]))

@@ -1,4 +1,4 @@
-"""Background work that fails is told and tried again; what stands still delays nobody else."""
+"""Failed background work is reported and retried; blocked work delays nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ep_runtime_server.base.events import EventLog
 
 @pytest.fixture
 def told(monkeypatch):
-    """(supervisor, its events' kinds, how often it called back)."""
+    """Yields (supervisor, its events' kinds, number of callbacks)."""
     monkeypatch.setattr(supervision, "RETRY_FIRST_S", 0.001)
     monkeypatch.setattr(supervision, "WORKS_AFTER_S", 0.02)
     events, changes = EventLog(FakeClock()), []
@@ -41,7 +41,7 @@ async def test_work_that_fails_is_started_again_until_it_works(told):
         await asyncio.sleep(0.001)
     assert len(starts) == 4
     await supervisor.stop()
-    assert kinds() == ["task.failed", "task.works"]  # the same failure is told once
+    assert kinds() == ["task.failed", "task.works"]  # the same failure is reported once
     assert changes == [["reaper"], []]
 
 
@@ -94,7 +94,7 @@ def test_a_duty_of_the_reaper_that_fails_makes_health_not_serving_and_stops_no_o
         patch.setattr(groups, "expire", fails)
         eventually(lambda: not clocked.healthy())
         assert clocked.status().failing_tasks == ["expiry of groups"]
-        clocked.advance(11.0)  # sessions are marked SUSPECT all the same
+        clocked.advance(11.0)  # sessions are still marked SUSPECT
     eventually(clocked.healthy)
     assert list(clocked.status().failing_tasks) == []
     kinds = clocked.event_kinds()
@@ -108,7 +108,7 @@ def test_p99_leaves_out_one_sample_of_a_hundred():
     assert (lag.p99_s, lag.recent_worst_s, lag.worst_s) == (98.0, 99.0, 99.0)
 
 
-# Of other clients' calls while the work stands still; of what the loop may do meanwhile.
+# Limits for other clients' calls during the blocked work, and for turns of the loop.
 ANSWERED_S, LAG_S = 0.5, 0.3
 
 

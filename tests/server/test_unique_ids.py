@@ -58,7 +58,7 @@ def row(client):
 
 
 def is_alive(pid: int, parent: int | None = None) -> bool:
-    """Whether it is a process that makes unique ids, of that parent where one is given."""
+    """Whether the pid makes unique ids, and is a child of `parent` if given."""
     try:
         state, ppid = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
         command = Path(f"/proc/{pid}/cmdline").read_text()
@@ -68,7 +68,7 @@ def is_alive(pid: int, parent: int | None = None) -> bool:
 
 
 def children(parent: int | None = None) -> list[int]:
-    """Processes of ours, or of `parent`, that make unique ids."""
+    """Returns children of ours, or of `parent`, that make unique ids."""
     found = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
     return [pid for pid in found if is_alive(pid, parent or os.getpid())]
 
@@ -213,7 +213,7 @@ def test_a_fault_while_ids_are_made_is_said_to_everybody(client, daemon, monkeyp
 
 
 def created(pool, clients, spec):
-    """Groups that every rank's process has created, and nobody has reported."""
+    """Returns groups that every rank's process has created and none has reported."""
     futures = [pool.submit(client.create, spec, [rank]) for rank, client in enumerate(clients)]
     return [future.result(WAIT_S).group for future in futures]
 

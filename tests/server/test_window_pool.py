@@ -1,4 +1,4 @@
-"""The pool beside everything else: what waits for what, and what an unexpected fault does."""
+"""The pool next to other work: the order of waits, and unexpected faults."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SlowAllocation:
 
 
 class SlowDevice:
-    """Gives memory back only once `gate` is open, and none of what is `stuck`."""
+    """Frees memory only once `gate` is open, and never what is `stuck`."""
 
     name = "host"
 
@@ -105,7 +105,7 @@ async def test_two_groups_at_once_do_not_both_take_the_last_room():
     assert pool.used_bytes("host") == SET_BYTES
 
 
-# A set of two windows and the board's mapping is four descriptors.
+# A set of two windows and the board's mapping takes four descriptors.
 @pytest.mark.parametrize("limits", [{"host_bytes": SET_BYTES}, {"fds": 6}], ids=["bytes", "fds"])
 async def test_two_groups_of_one_user_at_once_do_not_both_take_the_last_of_its_share(limits):
     pool = make_pool(SlowDevice(2 * SET_BYTES))
@@ -182,7 +182,7 @@ async def test_a_fault_while_forming_ends_the_wait_of_everybody(fault, error):
 
 
 async def retried(pool: WindowPool) -> str:
-    """What a round of the reaper hears of the frees that failed; after the round they are tried."""
+    """Returns the reaper's error about failed frees; the frees are retried after the round."""
     try:
         pool.free_again()
     except ExceptionGroup as error:
@@ -209,7 +209,7 @@ async def test_memory_that_cannot_be_freed_counts_until_it_can():
     for tries in (4, 5):
         assert "moe@1/0: OSError: the driver does not take it" in await retried(pool)
         assert device.tries == tries
-    with pytest.raises(errors.PoolExhaustedError):  # who asks does not wait for it
+    with pytest.raises(errors.PoolExhaustedError):  # the caller does not wait for it
         await asyncio.wait_for(pool.allocate(OWNER, SPEC, 2), WAIT_S)
     device.stuck.clear()
     await retried(pool)
@@ -277,7 +277,7 @@ def test_health_tells_of_memory_that_cannot_be_freed(clocked, monkeypatch):
 
 
 async def test_a_claim_that_is_given_up_is_a_change_of_its_group():
-    """By which other nodes hear at once that its ranks are free."""
+    """The change tells other nodes at once that its ranks are free."""
     clock = FakeClock()
     groups = Groups(make_pool(SlowDevice(SET_BYTES)), clock, EventLog(clock))
     spec = make_spec(ranks=3, num_experts=6)

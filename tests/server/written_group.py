@@ -12,7 +12,7 @@ from ep_runtime import board, board_abi, device_layout
 
 
 class Group:
-    """One group of a raw client, formed, its layers registered; its ranks are on two GPUs."""
+    """A formed group of a raw client with registered layers; its ranks are on two GPUs."""
 
     def __init__(self, client, spec, *, layers=(), stacks=()) -> None:
         self.spec = spec

@@ -1,4 +1,4 @@
-"""Which tests run when: the lists of this folder name files, tests or cases.
+"""Assigns tests to tiers: the lists of this folder name files, tests or cases.
 
 - static: checks of texts and sources, which `static.txt` lists.
 - long: `long.txt`, which tests/tools/long_tests.py writes, without those of `telling.txt`.
@@ -19,12 +19,12 @@ FOLDER = Path(__file__).resolve().parent
 
 @functools.cache
 def lines(name: str) -> frozenset[str]:
-    """Lines of the list `name`.txt."""
+    """Returns the lines of the list `name`.txt."""
     return frozenset((FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines())
 
 
 def tier_of(test: str) -> str:
-    """The tier of a node id, by the case itself, its test or its file."""
+    """Returns the tier of a node id, by its case, its test or its file."""
     names = {test, test.partition("[")[0], test.partition("::")[0]}
     if names & lines("static"):
         return "static"

@@ -1,4 +1,4 @@
-"""Looks into wheels that `.ci/wheels` built.
+"""Checks the wheels that `.ci/wheels` built.
 
 check_wheels.py same WHEEL WHEEL           the same files; equal ones but for libraries
 check_wheels.py check WHEEL PLATFORM...    name, tags, version and libraries are a release's
@@ -15,13 +15,13 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Everything else is linked in, or opened by name when it is needed: libcuda, libnccl.
+# Everything else is linked statically, or opened by name when needed: libcuda, libnccl.
 NEEDED = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1"}
 LOADER = re.compile(r"ld-linux[\w-]*\.so\.\d")
 
 
 def version() -> str:
-    """As the source says it."""
+    """Reads the version from the source."""
     text = (ROOT / "ep_runtime/__init__.py").read_text(encoding="utf-8")
     return re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)[0]
 
@@ -31,7 +31,7 @@ def check_same(first: Path, second: Path) -> None:
         apart = set(one.namelist()) ^ set(other.namelist())
         assert not apart, f"only one of the wheels has {sorted(apart)}"
         for name in one.namelist():
-            # RECORD has the libraries' hashes, and those paths of where they were built.
+            # RECORD contains the libraries' hashes, and libraries contain paths of their build.
             if not name.endswith((".so", "/RECORD")):
                 assert one.read(name) == other.read(name), f"{name} is not the same in both wheels"
 

@@ -34,7 +34,7 @@ TITLES = {"function": "Functions", "class": "Classes", "exception": "Errors"}
 
 
 def default_text(value: Any) -> str:
-    """As a user types it, the same with every Python and JAX."""
+    """Formats a name as a user types it, the same with every Python and JAX."""
     if inspect.isclass(value):
         return f"jnp.{value.__name__}"
     if type(value).__module__.startswith("ep_runtime") and value == type(value)():
@@ -52,7 +52,7 @@ class _Shown:
 
 
 def arguments(function: Any, hidden: Iterable[str] = ()) -> str:
-    """Names and defaults; docstrings have the types."""
+    """Keeps names and defaults; docstrings have the types."""
     found = inspect.signature(function).parameters.items()
     kept = [value for name, value in found if name not in ("self", "cls", *hidden)]
     empty = inspect.Parameter.empty
@@ -67,7 +67,7 @@ def arguments(function: Any, hidden: Iterable[str] = ()) -> str:
 
 
 def signature(item: Public) -> str:
-    """`(a, *, b=1)`; nothing for what users do not call."""
+    """Formats `(a, *, b=1)`; "" for names that users do not call."""
     if item.kind in ("function", "method"):
         returned = inspect.signature(item.value).return_annotation
         # Without the modules of our own types: EpRuntimeError, not errors.EpRuntimeError.

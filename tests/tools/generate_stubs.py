@@ -51,7 +51,7 @@ def generate(out: Path) -> list[Path]:
 
 
 def check() -> int:
-    """0 where the committed stubs equal freshly made ones."""
+    """Returns 0 if the committed stubs equal freshly made ones."""
     with tempfile.TemporaryDirectory() as folder:
         fresh = generate(Path(folder))
         committed = {p.relative_to(ROOT) for p in (ROOT / "ep_runtime/v1").glob("*_pb2*")}

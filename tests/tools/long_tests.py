@@ -1,4 +1,4 @@
-"""Writes tests/tiers/long.txt from what each test of a full run took.
+"""Writes tests/tiers/long.txt from the times of a full run's tests.
 
     SUITE_LOG=FILE PYTHONPATH=tests/tools python -m pytest -p long_tests -m full -n auto
     python tests/tools/long_tests.py FILE [--seconds S]
@@ -39,7 +39,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def lines(costs: dict[str, float], seconds: float) -> list[str]:
-    """Files, other tests and other cases of which two thirds or more cost more."""
+    """Returns files of which two thirds or more of the time is long, other tests
+    and other cases.
+    """
     left, long = dict(costs), []
     for end in ("::", "[", "\n"):
         groups: dict[str, list[str]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Makes the faults of mutants.toml one by one in a copy of the tree, and says which its tests miss.
+"""Makes the faults of mutants.toml one by one in a copy of the tree, and lists those tests miss.
 
     python tests/tools/mutants.py [NAME ...] [--jobs N] [-m MARKS]
 
@@ -39,8 +39,8 @@ PASSED, FAILED = (0, 5), (1, 2)  # pytest's codes; 5: no test is left, 2: a modu
 FAILURE = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", re.MULTILINE)
 _COPIED = ("ep_runtime", "server", "client", "csrc", "proto", "docs", "tests")
 _COPIED += ("README.md", "pyproject.toml")
-# An editable install finds our packages by a list of its own, before any path: in this process and
-# in those that tests start.
+# An editable install finds our packages by its own list before any path, in this process and in
+# processes of tests.
 _SITE = """
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]
@@ -66,7 +66,7 @@ def copy_to(root: Path) -> None:
 
 
 def pytest_command(root: Path, *words: str) -> list[str]:
-    """Runs pytest in the copy at `root`, with `environment_of` it; it asserts that it does."""
+    """Runs pytest in the copy at `root`, and asserts that it imports that copy."""
     return [sys.executable, "-P", "-c", _PYTEST, f"{root}{os.sep}", *words]
 
 
@@ -78,21 +78,21 @@ def environment_of(root: Path) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """`old` stands once in `file`; `tests` are those nearest, as pytest takes them."""
+    """`old` occurs once in `file`; `tests` are the nearest ones, as pytest's arguments."""
 
     name: str
     file: str
     old: str
     new: str
     tests: tuple[str, ...] = ()
-    equivalent: str = ""  # why no test can, or should, tell it from the code
+    equivalent: str = ""  # why no test can, or should, find it
 
     @property
     def native(self) -> bool:
         return self.file.startswith("csrc/")
 
     def fault(self) -> str:
-        """Says what is wrong with the entry itself; "" if nothing is."""
+        """Returns the fault in the entry itself; "" if there is none."""
         path = ROOT / self.file
         count = path.read_text(encoding="utf-8").count(self.old) if path.is_file() else 0
         if count != 1:
@@ -112,8 +112,8 @@ def say(line: str) -> None:
 
 
 async def run(command: Sequence[Any], within_s: float, **how: Any) -> tuple[int | None, str]:
-    """(exit code, output); None where it took longer. All that it started ends with it."""
-    # A file, as what a test leaves behind would keep a pipe open.
+    """Returns (exit code, output); None if it took longer. Ends all processes that it started."""
+    # A file, because a process that a test leaves behind would keep a pipe open.
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         how |= {"stdout": output, "stderr": output, "start_new_session": True}
         process = await asyncio.create_subprocess_exec(*command, **how)
@@ -129,16 +129,16 @@ async def run(command: Sequence[Any], within_s: float, **how: Any) -> tuple[int 
 
 
 class Tree:
-    """A copy, in which one mutant is made at a time."""
+    """A copy of the tree, in which one mutant at a time is made."""
 
     def __init__(self, root: Path, words: Sequence[str], plain_s: dict[Any, float]) -> None:
-        """`words` are for pytest; `plain_s`: how long tests take as it is, on any tree."""
+        """`words` are for pytest; `plain_s` is how long the tests take on an unchanged tree."""
         self._root, self._words, self._plain_s = root, words, plain_s
         self._newest = 0
         copy_to(root)
 
     async def judge(self, mutant: Mutant) -> tuple[str, str]:
-        """FOUND and by what, MISSED, or UNKNOWN and why."""
+        """Returns FOUND and the test, MISSED, or UNKNOWN and the reason."""
         path, key = self._root / mutant.file, (mutant.native, mutant.tests)
         if mutant.native and not await self._build():
             return UNKNOWN, "the library does not build as it is"
@@ -167,7 +167,7 @@ class Tree:
         return UNKNOWN, f"pytest ended with {code}:\n{output[-4000:]}"
 
     def _write(self, path: Path, text: str) -> None:
-        """Newer than every text before: by its age Python and make know what is compiled."""
+        """Writes a file newer than every earlier one, because Python and make compare ages."""
         path.write_text(text, encoding="utf-8")
         self._newest = max(self._newest, int(time.time())) + 1
         os.utime(path, (self._newest, self._newest))
@@ -197,7 +197,9 @@ class Tree:
 async def judge(
     mutants: Sequence[Mutant], jobs: int, words: Sequence[str]
 ) -> dict[str, tuple[str, str, float]]:
-    """By name (outcome, by, seconds), on a tree per job; those of csrc on one, which builds."""
+    """Runs mutants on a tree per job, those of csrc on one; returns (outcome, by,
+    seconds) by name.
+    """
     found: dict[str, tuple[str, str, float]] = {}
     plain_s: dict[Any, float] = {}
     parts = [[mutant for mutant in mutants if mutant.native]]
@@ -232,7 +234,7 @@ def main(argv: Sequence[str]) -> int:
         if not fnmatch.filter([mutant.name for mutant in mutants], text):
             parser.error(f"{LIST.name} has no {text}")
     chosen = [m for m in mutants if any(fnmatch.fnmatch(m.name, text) for text in given.names)]
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     judged = [mutant for mutant in chosen if mutant.tests]
     found = asyncio.run(judge(judged, given.jobs, ["-m", given.marks]))

@@ -21,7 +21,7 @@ from ep_runtime_client import cli
 from ep_runtime_server.main import build_parser
 
 MAX_WORDS = 30
-# Dated lines of the changelog and the results stay as they were.
+# The changelog's and the results' lines are dated and never change.
 PAGES = ["README.md", "docs/**/*.md"]
 DATED = {"CHANGELOG.md", "results.md"}
 
@@ -45,13 +45,13 @@ RULES = {
 }
 # An empty line, a list's item, a heading, a quote, a table's cell, or a column of a `--help`.
 _BLOCK = re.compile(r"\n\s*\n|\n(?=\s*(?:[-*#>!]|\d+\.) )|(?<!\\)\||\n(?= *\S+(?: \S+)?  )")
-# Calls whose texts users read.
+# Calls with texts for users.
 SPOKEN = re.compile(r"(Error|_log|\b_?log(ger)?\.(debug|info|warning|error|exception))$")
 SENTENCE_END = re.compile(r"(?<=[.!?:])\s+(?=[`*\"\[(]*[A-Z0-9])")
 
 
 def faults(page: str) -> Iterator[tuple[int, str, str]]:
-    """Line from 0 on, text and what to say instead, without code, comments and addresses."""
+    """Yields line from 0 on, text and what to say instead, without code, comments and addresses."""
     code = re.compile(r"^ *```.*?^ *```$|<!--.*?-->", re.M | re.S)
     page = code.sub(lambda found: "\n" * found[0].count("\n"), page)
     page = re.sub(r"`[^`]+`", "`Code`", re.sub(r"\]\([^)\s]*\)", "]", page))
@@ -72,7 +72,7 @@ def faults(page: str) -> Iterator[tuple[int, str, str]]:
 
 
 def _help(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """The texts of a parser and of its subcommands."""
+    """Yields the texts of a parser and of its subcommands."""
     yield from filter(None, (parser.description, parser.epilog))
     for action in parser._actions:
         yield from filter(None, [action.help])
@@ -82,7 +82,7 @@ def _help(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def _template(text: ast.expr) -> str:
-    """A string, with code for values that a run puts in; "" for another expression."""
+    """Returns a string, with `Code` for values of a run; "" for another expression."""
     if isinstance(text, ast.BinOp):
         return f"{_template(text.left)}{_template(text.right)}"
     if isinstance(text, ast.JoinedStr):
@@ -91,7 +91,7 @@ def _template(text: ast.expr) -> str:
 
 
 def messages(source: str) -> Iterator[tuple[int, str]]:
-    """Line and clauses, each a sentence, of texts in `raise`, in errors and in log calls."""
+    """Yields line and clauses, each a sentence, of texts in `raise`, errors and log calls."""
     for node in ast.walk(ast.parse(source)):
         named = isinstance(node, ast.Call) and SPOKEN.search(ast.unparse(node.func))
         calls = ast.walk(node) if isinstance(node, ast.Raise) else [node] if named else []
@@ -102,7 +102,7 @@ def messages(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _texts() -> Iterator[tuple[str, int, str]]:
-    """File, line from 1 on, and text."""
+    """Yields file, line from 1 on, and text."""
     for package in ("ep_runtime", "server", "client"):
         for path in (ROOT / package).rglob("*.py"):
             for line, text in messages(path.read_text("utf-8")):

@@ -1,4 +1,4 @@
-"""Makes docs/images again: `top`, `load` and `skew` beside a demo job on this machine's CPU.
+"""Renders docs/images again: `top`, `load` and `skew` of a demo job on this machine's CPU.
 
     .venv/bin/python tests/tools/screenshots.py [FOLDER]
 
@@ -37,7 +37,7 @@ FONT = "Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
 
 def picture(title: str, path: Path, text: Text) -> None:
-    """The text in a window, as SVG."""
+    """Draws the text in a window, as SVG."""
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True)
         console.print(text, soft_wrap=True)
@@ -49,14 +49,14 @@ def picture(title: str, path: Path, text: Text) -> None:
 
 
 class Terminal(io.StringIO):
-    """What a command takes for a terminal."""
+    """A stream that commands take for a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 def said(words: list[str]) -> Text:
-    """What a command writes in front of a terminal of that width."""
+    """Returns a command's output on a terminal of that width."""
     os.environ["COLUMNS"] = str(WIDTH)
     with contextlib.redirect_stdout(Terminal()) as terminal:
         cli.main(words)

@@ -20,7 +20,7 @@ from ep_runtime_client.jobs.members import reserved_coordinator
 
 EXAMPLES = ROOT / "docs/examples"
 TIMEOUT_S = 240.0
-COMPILED_BY = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")  # as the other tests' programs
+COMPILED_BY = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")  # like the other tests' programs
 SAVED_AT, STEPS = 3, 5
 # Sums in bfloat16 differ in their last bits from mesh to mesh.
 TOLERANCE = 1e-2
@@ -37,7 +37,7 @@ def variables(**more: str) -> dict[str, str]:
 
 
 def train(script: str, folder: Path, *options: str, **environment: str) -> dict[int, float]:
-    """Losses by step of one run; no warning may come up in it."""
+    """Returns losses by step of one run; the run may not warn."""
     sizes = ("--steps", str(STEPS), "--save-every", str(SAVED_AT))
     words = ["-W", "error", EXAMPLES / script, "--folder", folder, *sizes, *options]
     done = run_to_end(sys.executable, *words, env=variables(**environment))
@@ -75,9 +75,9 @@ def test_one_process_goes_on_from_the_checkpoint_of_two(
     directory: Path,
     tmp_path: Path,
 ) -> None:
-    """The first run spreads the experts over both axes, the second as rules do by default."""
+    """The first run shards experts over both axes, the second as the rules do by default."""
     with reserved_coordinator() as coordinator:
-        # RUNTIME_DIRECTORY: the daemon of the node is this test's own.
+        # RUNTIME_DIRECTORY: the node's daemon belongs to this test alone.
         whole = train(
             "two_processes.py",
             tmp_path,
@@ -93,7 +93,7 @@ def test_one_process_goes_on_from_the_checkpoint_of_two(
 
 
 def changed(script: str, diff: str) -> str:
-    """The script with each part of the diff applied to lines alike but for their indentation."""
+    """Applies each part of the diff to the script, matching lines except for their indentation."""
     lines = script.splitlines()
     for part in diff.split("\n\n"):
         old = [line[1:].strip() for line in part.splitlines() if line[0] != "+"]

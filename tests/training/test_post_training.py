@@ -23,7 +23,7 @@ HIDDEN, INNER, EXPERTS, TOP_K = 16, 40, 4, 2
 
 @pytest.fixture(scope="module")
 def recipe() -> dict[str, Any]:
-    """What the page's recipes define."""
+    """Returns the names that the page's recipes define."""
     names: dict[str, Any] = {"ep": ep, "jax": jax, "jnp": jnp, "dataclasses": dataclasses}
     for block in doc_pages.blocks(PAGE):
         if "recipe" in block.markers:
@@ -54,7 +54,7 @@ def tokens() -> jax.Array:
 
 
 def dense(x: Any, params: ep.MoEParams, topk_idx: Any) -> Any:
-    """Softmax over the logits of the experts that are given; -1 is none."""
+    """Computes softmax over the logits of the given experts; -1 is no expert."""
     chosen = (topk_idx[..., None] == jnp.arange(EXPERTS)).any(-2)
     logits = jnp.dot(x, params.router, precision="highest")
     shares = jnp.where(chosen, jnp.exp(logits), 0)
@@ -70,7 +70,7 @@ def test_replay_keeps_the_choice_and_grades_todays_router(
     x = tokens()
     _, _, stats = jax.jit(lambda x: ep.moe(layer, x, params, return_stats=True))(x)
     idx = stats.routing.topk_idx
-    if not is_todays:  # an older router chose others, and left slots unused
+    if not is_todays:  # an older router chose other experts, and left slots unused
         idx = jnp.where(jnp.arange(32)[:, None] % 3 == 0, jnp.array([[3, -1]]), (idx + 1) % EXPERTS)
 
     def graded(function: Callable[..., Any]) -> Any:
@@ -90,7 +90,7 @@ def test_replay_keeps_the_choice_and_grades_todays_router(
 
 
 def matmuls(function: Callable[..., Any], *operands: Any) -> set[tuple[int, ...]]:
-    """Shapes of the products in the compiled gradient."""
+    """Returns shapes of the products in the compiled gradient."""
     text = jax.jit(function).lower(*operands).compile().as_text()
     lines = [line for line in text.splitlines() if " dot(" in line]
     shapes = (line.partition("[")[2].partition("]")[0] for line in lines)

@@ -1,4 +1,4 @@
-"""The method of every bench: a warm-up first, subjects in turns, medians."""
+"""Times as every bench does: a warm-up first, subjects in turns, medians."""
 
 from __future__ import annotations
 

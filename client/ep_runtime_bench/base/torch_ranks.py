@@ -22,7 +22,7 @@ from ep_runtime_bench.base import clients, energy
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """This process and its device in the job."""
+    """A process's rank in the job, and its device."""
 
     index: int
     count: int

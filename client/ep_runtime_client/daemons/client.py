@@ -45,7 +45,7 @@ def _no_daemon() -> InvalidArgumentError:
 
 
 class DaemonClient:
-    """This process as a client of one daemon, or of none with address "none". Thread-safe.
+    """This process's client of one daemon, or of none with address "none". Thread-safe.
 
     Attributes:
         job: namespace of the session's groups.

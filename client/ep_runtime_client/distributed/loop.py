@@ -1,4 +1,4 @@
-"""The loop of a job that goes on: one generation for each set of processes that live.
+"""The loop of a job that survives losses: one generation for each set of living processes.
 
 Every process meets all others that live at the end of each step, in `live_processes` of JAX's
 coordination service. All get the same answer there, so all end a generation at the same step.

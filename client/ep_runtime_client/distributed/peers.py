@@ -43,7 +43,7 @@ class For(enum.Enum):
 
     RESULTS = "results"  # of a step's programs
     OTHERS = "others"  # at the end of a step
-    STEPS = "steps"  # of others: this process has no device in the mesh
+    STEPS = "steps"  # other processes' steps: this one has no device in the mesh
 
 
 class _Wait(NamedTuple):
@@ -104,7 +104,7 @@ class Peers:
         """Ends waits for a dead process: groups that form, and gloo's collectives. JAX's abort ends
         NCCL's."""
         with self._lock:
-            if process in self._passed:  # a later generation's groups and connections lack it
+            if process in self._passed:  # later generations do not use it
                 return
             departures.add(process)
             if process == 0:
@@ -113,7 +113,7 @@ class Peers:
                 coordination.cut_accepted()
 
     def passed(self, processes: Iterable[int]) -> None:
-        """All who live have met, without these processes: no collective waits for them."""
+        """Notes that all living processes have met without these: no collective waits for them."""
         with self._lock:
             self._passed = set(processes)
 
@@ -123,7 +123,7 @@ class Peers:
         service().key_value_set(f"{_SESSIONS}{_ours()}", value, True)
 
     def learn(self) -> None:
-        """Learns the sessions that all have published."""
+        """Reads the sessions that all processes have published."""
         self._sessions = {process: told.split() for process, told in _read(_SESSIONS).items()}
 
     def _end(self, processes: Iterable[int], reason: str) -> list[str]:

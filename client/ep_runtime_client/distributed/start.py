@@ -1,4 +1,4 @@
-"""`initialize()`: jax.distributed for a job that goes on when one of its processes dies."""
+"""`initialize()`: jax.distributed for a job that continues when one of its processes dies."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def call_moe(
 
 
 def moved_bias(bias: jax.Array | None, tokens_per_expert: jax.Array, rate: float) -> jax.Array:
-    """As `update_expert_bias`. Raises InvalidArgumentError if the module has no bias."""
+    """Like `update_expert_bias`. Raises InvalidArgumentError if the module has no bias."""
     if bias is None:
         raise InvalidArgumentError(
             "update_expert_bias needs a module made with use_expert_bias=True",

@@ -202,7 +202,7 @@ class BlockOp(LayerOp):
 
     @functools.cached_property
     def _columns(self) -> list[str]:
-        """Factors of N'; "m" if M is a dim of wi of its own, which axes may shard."""
+        """Factors of N'; "m" if M is a separate dim of wi, which axes may shard."""
         if self.wi.ndim == 4:
             return ["g", "m"]
         return ["n" if self.call.activation.gated else "m"]

@@ -54,7 +54,7 @@ struct FailRecord {
   uint64_t waited_ns;
 };
 
-// Record, in host memory, of the first index that names no expert; `valid` is stored last.
+// Record, in host memory, of the first index that is not an expert's; `valid` is stored last.
 struct BadIndex {
   uint32_t valid;
   int32_t token;  // token of the rank

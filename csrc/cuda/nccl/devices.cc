@@ -58,8 +58,8 @@ Status AwaitStream(cudaStream_t stream, int64_t budget_ns, const Alive& alive) {
   }
 }
 
-// After a failure, stream and memory are not freed, because that would wait for a kernel that only
-// the later abort ends.
+// After a failure, stream and memory are not freed: freeing would wait for a kernel that ends only
+// when the communicator is aborted later.
 Status TryOut(Communicator& communicator, int64_t budget_ns, const Alive& alive) {
   const nccl::Api* api = TheApi();
   if (api == nullptr) return Internal("NCCL is not loaded");

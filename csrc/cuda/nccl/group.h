@@ -44,8 +44,8 @@ class NcclGroup {
   // Returns the communicator of the device's rank, or null.
   Communicator* OfDevice(int device) const;
 
-  // Decides whether `run` starts. RunStarts explains why its first call decides. For the same
-  // reason a call that fails later fills its results and reports nothing to XLA.
+  // Decides whether `run` starts. Its first call decides for all; RunStarts explains why. A call
+  // that fails later fills its results with NaN but reports no error to XLA, for the same reason.
   Status Decide(uint64_t run);
   // Runs one call's part on one device: `issue` is called on the communicator inside an NCCL group,
   // and sends to `peers` and receives from them.

@@ -13,7 +13,7 @@ namespace ep_runtime {
 namespace cuda {
 namespace rows {
 
-constexpr int kMaxSlabs = 65535;         // limit of the grid's y
+constexpr int kMaxSlabs = 65535;         // CUDA's limit of gridDim.y
 constexpr int kMaxGroupsPerSlab = 1024;  // a block keeps the groups' ends in shared memory
 constexpr int64_t kMaxRows = 1ll << 31;  // rows in all slabs, exclusive
 constexpr int kVectorBytes = 16;         // bytes of one load; a row has a multiple of so many

@@ -27,7 +27,7 @@ class SystemClock:
 
 
 class Changes:
-    """Wakes those who wait for a change. For the event loop's thread only.
+    """Wakes tasks that wait for a change. For the event loop's thread only.
 
     Attributes:
         next: an event that the next change sets; get it before you read the state to wait for.

@@ -69,7 +69,7 @@ REWRITE_AT_BYTES = 4 << 20
 MAX_LINE_BYTES = 64 << 10
 MAX_WAITING = 1000  # lines
 WRITTEN_WITHIN_S = 1.0
-# Of an event's fields.
+# Types of an event's fields.
 _TYPES: tuple[Any, ...] = (int, (int, float), str, str, str, str, dict)
 
 

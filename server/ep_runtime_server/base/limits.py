@@ -51,7 +51,8 @@ NODE_TELL_S = 600.0
 # How long the coordinator waits for nodes that it tells of ended processes, and how long it gathers
 # reports at most before it tells them of more.
 NODE_ROUND_S = 0.3
-# Then a node tells the others itself. Longer than a round that runs, a pause and the next round.
+# After this time a node tells the other nodes itself. It is longer than a running round, a pause
+# and the next round.
 NODE_TOLD_S = 1.2
 MAX_ASSEMBLIES = 4096
 NODE_FORGOTTEN_S = 24 * 3600.0

@@ -58,7 +58,7 @@ class Caller:
 
 @dataclasses.dataclass(frozen=True)
 class GivenOrder:
-    """An operator's order: who gave it, by which command, and why.
+    """An operator's order: its author, the command, and the reason.
 
     Orders arrive on unix sockets, so they come from the daemon's host.
     """

@@ -1,4 +1,4 @@
-"""This daemon's part in a cluster: its node service, its role, and its list of other nodes."""
+"""This daemon in a cluster: its node service, its role, and its list of other nodes."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class NodeClaim:
 
 @dataclasses.dataclass(frozen=True)
 class NodeReport:
-    """A node's world ranks of a view whose processes were lost or left, and who ended the lost."""
+    """A node's world ranks in a view whose processes ended or left, and who ended those."""
 
     node: str
     lost_ranks: tuple[int, ...]

@@ -37,7 +37,7 @@ class GroupMember:
 
 @dataclasses.dataclass
 class Answered:
-    """This node's sessions in a view, whose ends must still be reported to other nodes.
+    """This node's sessions in a view, whose ends other nodes must still learn.
 
     Sessions are by world rank; None is a process that ended while no daemon ran.
     """

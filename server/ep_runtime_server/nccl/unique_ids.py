@@ -346,6 +346,6 @@ class UniqueIdBook:
 
 
 def _take_error(task: asyncio.Task[UniqueIds]) -> None:
-    """Marks a task's error as retrieved, because maybe nobody awaits the task."""
+    """Marks a task's error as retrieved, because possibly no one awaits the task."""
     if not task.cancelled():
         task.exception()

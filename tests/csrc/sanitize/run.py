@@ -1,4 +1,4 @@
-"""The native tests under the sanitizers, by one command:
+"""Builds and runs the native tests under the sanitizers with one command:
 
     python tests/csrc/sanitize/run.py [thread] [address,undefined]
 
@@ -40,19 +40,19 @@ RANKS, ROUNDS = 4, 200
 REPORT = re.compile(r"(WARNING: ThreadSanitizer|ERROR: \w+Sanitizer|runtime error): .*")
 OPTIONS = {
     "TSAN_OPTIONS": "second_deadlock_stack=1",
-    # Leaks: CPython and XLA keep what they have until the end. `calls` looks for them.
+    # No leak check: CPython and XLA free nothing until the end. `calls` looks for leaks.
     "ASAN_OPTIONS": "detect_leaks=0 detect_stack_use_after_return=1",
     "UBSAN_OPTIONS": "print_stacktrace=1",
 }
-# In one process, with the library: what starts other processes would start them without it. Where
-# a call fails, jaxlib throws, in the C++ runtime that it has inside, and the sanitizer's
-# `__cxa_throw` is another's: errors are what `calls.cc` has.
+# Tests in one process with the library: other processes would start without it. Failing calls are
+# left to `calls.cc`, because jaxlib throws in its own C++ runtime, which `__cxa_throw` of the
+# sanitizer does not know.
 TESTS = ["tests/csrc/test_native_movement.py", "tests/csrc/test_board_records.py"]
 TESTS += ["tests/core/test_native.py", "tests/core/test_board.py"]
 
 
 def build(sanitizer: str) -> Path:
-    """The folder of the library and of `calls`."""
+    """Builds the library and `calls`; returns their folder."""
     folder = ROOT / f"build/sanitize-{sanitizer.partition(',')[0]}"
     configure = ["cmake", "-S", ROOT / "csrc", "-B", folder, f"-DEP_RUNTIME_SANITIZE={sanitizer}"]
     configure += ["-DEP_RUNTIME_CUDA=OFF", f"-DPython_EXECUTABLE={sys.executable}"]
@@ -86,12 +86,12 @@ def memory_of(spec: specs.GroupSpec) -> Iterator[tuple[int, list[int]]]:
 
 
 def calls(program: Path, processes: int, rounds: int, preload: dict[str, str]) -> list[str]:
-    """What is wrong after `rounds` of every layer and rank."""
+    """Returns errors after `rounds` rounds of every layer and rank."""
     spec = spec_of(f"calls{processes}")
     share = RANKS // processes
     with contextlib.ExitStack() as stack:
         board, windows = stack.enter_context(memory_of(spec))
-        # Not pipes: a process whose report nobody reads yet would keep the others waiting.
+        # Files, not pipes: a process that waits for a reader of its report would stop the others.
         logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(processes)]
         words = {
             "name": spec.name,
@@ -140,7 +140,9 @@ def faults_of(process: subprocess.Popen[bytes], log: IO[bytes]) -> list[str]:
 
 
 def tests(folder: Path) -> list[str]:
-    """The tests of TESTS in a Python with the runtime; XLA's own code is not watched."""
+    """Runs the tests of TESTS in a Python with the runtime; the sanitizers do not
+    watch XLA's code.
+    """
     preloaded = [_file_of_compiler(name) for name in ("libasan.so", "libstdc++.so")]
     library = folder / "cpu/libep_runtime_cpu.so"
     roots = [ROOT, ROOT / "server", ROOT / "client", ROOT / "tests", HERE]
@@ -148,7 +150,7 @@ def tests(folder: Path) -> list[str]:
         **os.environ,
         **OPTIONS,
         "JAX_PLATFORMS": "cpu",
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # which throws too
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # it throws too
         "LD_PRELOAD": " ".join(preloaded),
         "SANITIZED_LIBRARY": str(library),
         "PYTHONPATH": os.pathsep.join(map(str, roots)),

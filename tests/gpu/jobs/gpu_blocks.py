@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import ep_runtime as ep
 
 TOKENS, HIDDEN, INNER, TOP_K, LOCAL = 24, 64, 32, 2, 3  # tokens and experts of a rank
-_RUNS = 4  # the third run of a program is a command buffer's
-# Of errors, to a whole array's root mean square: bfloat16 has 8 bits, tf32 has 11.
+_RUNS = 4  # from the third run on, a program runs as a command buffer
+# Errors relative to a whole array's root mean square: bfloat16 has 8 bits, tf32 has 11.
 _RMS = {"bfloat16": 0.02, "float32": 0.0025}
 # Workspace and dtype of rows.
 BLOCKS: dict[str, tuple[Any, str]] = {
@@ -83,7 +83,7 @@ def _run(session: ep.Session, name: str) -> None:
 
 
 def _drawn(ranks: int) -> tuple[np.ndarray, ...]:
-    """(x, weights, gate, up, wo, idx), alike in every process; bfloat16 holds them exactly."""
+    """Returns (x, weights, gate, up, wo, idx), the same in every process and exact in bfloat16."""
     rng = np.random.default_rng(ranks)
     count, experts = TOKENS * ranks, LOCAL * ranks
 
@@ -120,7 +120,7 @@ def _reference(*drawn: np.ndarray) -> list[np.ndarray]:
 
 
 def _swiglu(gate: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """silu(gate) * up, and its derivatives by both."""
+    """Returns silu(gate) * up, and its derivatives with respect to both."""
     sigmoid = 1 / (1 + np.exp(-gate))
     silu = gate * sigmoid
     return silu * up, up * sigmoid * (1 + gate * (1 - sigmoid)), silu

@@ -1,4 +1,4 @@
-"""Cases of token movement against the reference, in each of a job's processes or in one alone.
+"""Compares token movement with the reference, in each of a job's processes or in only one.
 
 No collective of XLA's: a process makes its own shards, and compares those that it holds.
 """
@@ -19,13 +19,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 
-# Of a group over nodes the other arrays of a plan say how rows travel there.
+# In a group over nodes, the plan's other arrays describe how rows travel between nodes.
 SHARED = ("dst_rank", "dst_row", "kept", "group_sizes", "num_recv")
 _CASES = {case.name: case for case in cases.CASES}
 
 
 def run_cases(names: list[str]) -> list[str]:
-    """Runs the named cases, each in a group of its own; their names."""
+    """Runs the named cases, each in its own group; returns their names."""
     with ep.connect(timeout_s=60) as session:
         for name in names:
             run_case(session, fitted(_CASES[name], len(jax.devices())))
@@ -33,7 +33,7 @@ def run_cases(names: list[str]) -> list[str]:
 
 
 def run_case(session: ep.Session, case: cases.Case) -> None:
-    """One case, fitted to the devices there are, in a group of its own."""
+    """Runs one case, fitted to the number of devices, in its own group."""
     settings = dict(case.group_settings)
     axes = settings.pop("axes")
     used = np.array(jax.devices()[: math.prod(axes.values())]).reshape([*axes.values()])
@@ -44,7 +44,7 @@ def run_case(session: ep.Session, case: cases.Case) -> None:
     capacity = movement.capacity_of(case, layer)
     inputs = movement.inputs_of(case, group.spec, capacity)
     got = movement.run_ops(layer, case, placed(inputs, case, group), summed=False)
-    # The reference unrolls ranks and slots: many of them compile for longer than they run.
+    # The reference unrolls ranks and slots: with many, compiling takes longer than running.
     unrolled = jax.disable_jit(case.top_k > 8)
     with jax.default_device(jax.local_devices(backend="cpu")[0]), unrolled:
         want = movement.run_reference(case, group.spec, inputs, capacity)
@@ -54,7 +54,7 @@ def run_case(session: ep.Session, case: cases.Case) -> None:
 
 
 def placed(inputs: movement.Inputs, case: cases.Case, group: ep.Group) -> movement.Inputs:
-    """As `movement.placed`, of several processes: each makes its own shards."""
+    """Like `movement.placed`, for several processes: each makes its own shards."""
     axes = movement.axes_of(case, group.spec)
     tokens = NamedSharding(group.mesh, PartitionSpec(*(names or None for names in axes)))
     slabs = NamedSharding(group.mesh, PartitionSpec(group.spec.token_axes))
@@ -74,13 +74,13 @@ def placed(inputs: movement.Inputs, case: cases.Case, group: ep.Group) -> moveme
 
 
 def _local(got: jax.Array, want: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """What this process holds of an array: (where, values, wanted values)."""
+    """Yields this process's shards of an array: (index, values, wanted values)."""
     for shard in got.addressable_shards:
         yield shard.index, np.asarray(shard.data), np.asarray(want)[shard.index]
 
 
 def _check(case: cases.Case, node_size: int, got: dict[str, Any], want: dict[str, Any]) -> None:
-    """Integers and rows exactly, sums by the dtype's tolerance."""
+    """Compares integers and rows exactly, sums within the dtype's tolerance."""
     for name in SHARED if node_size else want["plan"]:
         array = want["plan"][name]
         for _, mine, wanted in _local(got["plan"][name], array):

@@ -1,4 +1,4 @@
-"""Groups over nodes whose lanes lack room for the rows of all nodes: movement, and block calls."""
+"""Groups over nodes with lanes too small for all nodes' rows: movement, and block calls."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import ep_runtime as ep
 from ep_runtime import device_layout
 from ep_runtime_client.moe import bodies
 
-TOKENS, EXPERTS, HIDDEN, INNER = 64, 8, 128, 64  # with one expert a token
+TOKENS, EXPERTS, HIDDEN, INNER = 64, 8, 128, 64  # with one expert per token
 _ROUNDING = 0.02  # of an array's largest value
 
 
 def run(session: ep.Session) -> bool:
-    """Compares with the reference and the composed body; whether lanes pack rows."""
+    """Compares with the reference and the composed body; returns whether lanes pack rows."""
     for routing in ("uniform", "one", "skewed"):
         for dtype, precision in (("float32", "fast"), ("bfloat16", "exact"), ("bfloat16", "fast")):
             sizes: dict[str, Any] = {"top_k": 1, "tokens": TOKENS, "hidden": HIDDEN}
@@ -51,7 +51,9 @@ def run(session: ep.Session) -> bool:
 
 
 def _block(group: ep.Group, one: bool, body: str) -> list[Any]:
-    """y and its gradients, what is here of them; `one`: all tokens go to one expert."""
+    """Returns this process's shards of y and its gradients; `one` sends all tokens
+    to one expert.
+    """
     layer = group.register_layer("moe", top_k=1)
     rng, count = np.random.default_rng(0), TOKENS * group.mesh.size
     shapes = ((count, HIDDEN), (EXPERTS, HIDDEN, 2, INNER), (EXPERTS, INNER, HIDDEN))

@@ -1,4 +1,4 @@
-"""What a process without JAX does with a window in GPU memory: maps it, fills, reads, spins on it.
+"""A process without JAX that maps a window in GPU memory, fills it, reads it, spins on it.
 
 For `raw_process.Process.do("call", __name__, NAME, ...)`: `state` is the process's own.
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 from ep_runtime.layout import align_up
 
-# Writes the GPU's clock to the first word, again and again until `until` (of that clock, ns).
+# Writes the GPU's clock to the first word again and again, until that clock (ns) is `until`.
 _PTX = b"""
 .version 7.0
 .target sm_70
@@ -35,7 +35,7 @@ AGAIN:
   ret;
 }
 \0"""
-MARK_AT = 1 << 12  # the rest of the window, beside the word that is written
+MARK_AT = 1 << 12  # the window after the word that is written
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -47,7 +47,7 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def open_gpu(state: dict[str, Any], ordinal: int) -> None:
-    """A context on the GPU, current in this process, and the kernel."""
+    """A context on the GPU, current in this process, and a kernel."""
     from cuda.bindings import driver
 
     _call(driver.cuInit, 0)
@@ -59,7 +59,7 @@ def open_gpu(state: dict[str, Any], ordinal: int) -> None:
 
 
 def map_window(state: dict[str, Any]) -> int:
-    """Maps the window that was fetched last; its bytes."""
+    """Maps the window that was fetched last; returns its bytes."""
     from cuda.bindings import driver
 
     (item, fd) = state["fds"][-1]
@@ -80,7 +80,7 @@ def map_window(state: dict[str, Any]) -> int:
 
 
 def unmap_window(state: dict[str, Any]) -> None:
-    """And lets go of the memory."""
+    """Unmaps the window and frees its memory."""
     from cuda.bindings import driver
 
     handle, address, size = state.pop("window")
@@ -90,7 +90,7 @@ def unmap_window(state: dict[str, Any]) -> None:
 
 
 def fill(state: dict[str, Any], value: int) -> None:
-    """All of the window is that byte."""
+    """Fills the whole window with that byte."""
     from cuda.bindings import driver
 
     _, address, size = state["window"]
@@ -99,7 +99,7 @@ def fill(state: dict[str, Any], value: int) -> None:
 
 
 def holds(state: dict[str, Any], value: int) -> bool:
-    """Whether every byte after the first page is that one."""
+    """Whether every byte after the first page has that value."""
     from cuda.bindings import driver
 
     _, address, size = state["window"]
@@ -122,12 +122,12 @@ def _launch(state: dict[str, Any], address: int, lasting_s: float) -> None:
 
 
 def spin(state: dict[str, Any], lasting_s: float) -> None:
-    """Starts a kernel that writes to the window all the time; returns once it does."""
+    """Starts a kernel that writes to the window without end; returns once it has started."""
     _launch(state, int(state["window"][1]), lasting_s)
 
 
 def word(state: dict[str, Any]) -> int:
-    """The first word of the window: the GPU's clock at the last write, ns."""
+    """Reads the window's first word: the GPU's clock at the last write, in ns."""
     return _read_word(int(state["window"][1]))
 
 
@@ -140,7 +140,7 @@ def _read_word(address: int) -> int:
 
 
 def clock_offset_ns(state: dict[str, Any]) -> int:
-    """What the GPU's clock is ahead of this host's monotonic one, to within the launch."""
+    """Returns the GPU's clock minus the host's monotonic one, up to the time of a launch."""
     from cuda.bindings import driver
 
     best: tuple[int, int] | None = None

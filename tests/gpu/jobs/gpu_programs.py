@@ -1,4 +1,4 @@
-"""Programs as people write them around the ops, built for the layers of one transport.
+"""Programs as users write them around the ops, for layers of one transport.
 
 Each takes `Layers` and returns a jitted function of (tokens, topk_idx, weights). Tokens that meet a
 layer twice are routed differently, as in a model: XLA makes one call of two equal prepares.
@@ -61,7 +61,7 @@ def layers_on(devices: Any, group: Callable[..., Any]) -> Layers:
 
 
 def block(layer: Any, x: Any, idx: Any, weights: Any, **options: Any) -> Any:
-    """A stand-in for experts: the sine of the rows, weighted."""
+    """Stands in for experts: the sine of the rows, weighted."""
     sent = ep.dispatch(layer, x, idx, weights, **options)
     return ep.combine(layer, sent, jnp.sin(sent.tokens), weights=sent.weights)
 
@@ -83,7 +83,7 @@ def scan_with_remat(layers: Layers) -> Any:
 
 
 def interleaved(layers: Layers) -> Any:
-    """Both dispatches before either combine, and in the other order."""
+    """Runs both dispatches before either combine, also in the other order."""
 
     def loss(x: Any, idx: Any, weights: Any) -> Any:
         first = ep.dispatch(layers.one, x, idx, weights)
@@ -97,7 +97,7 @@ def interleaved(layers: Layers) -> Any:
 
 def two_groups(layers: Layers) -> Any:
     def loss(x: Any, idx: Any, weights: Any) -> Any:
-        # Of equal indices XLA merges what belongs to no group, such as gathers of rows.
+        # With equal indices XLA would merge ops of no group, such as gathers of rows.
         y = block(layers.one, x, idx, weights) + block(layers.other, x, idx[:, ::-1], weights)
         return jnp.cos(block(layers.other, y, idx, weights)).sum()
 
@@ -131,7 +131,7 @@ def stages(layers: Layers) -> Any:
     def run(x: Any, idx: Any, weights: Any) -> Any:
         del idx, weights
         value, (d_x, d_params) = jax.value_and_grad(loss, argnums=(0, 1))(x, params)
-        # On the mesh of the tokens nothing could say how the stages' gradients lie.
+        # The mesh of the tokens has no axis to shard the stages' gradients over.
         return value, d_x, jax.tree.map(lambda grad: jnp.square(grad).sum(), d_params)
 
     return run
@@ -147,7 +147,7 @@ def donated(layers: Layers) -> Any:
 
 
 def loops(layers: Layers) -> Any:
-    """A while loop whose end only the device knows, and a branch."""
+    """A while loop whose end is known only on the device, and a branch."""
 
     @jax.jit
     def run(x: Any, idx: Any, weights: Any) -> Any:
@@ -163,7 +163,7 @@ def loops(layers: Layers) -> Any:
 
 
 def moe(layers: Layers) -> Any:
-    """Value and gradients of the whole block; the router's go through XLA's collectives."""
+    """Value and gradients of the whole block; the router's gradients use XLA's collectives."""
     params = ep.init_moe_params(jax.random.key(0), layers.one, 32)
 
     @jax.jit
@@ -208,7 +208,7 @@ def all_reduces(layers: Layers) -> Any:
     ranks = layers.mesh.size
 
     def total(big: Any) -> Any:
-        # Unlike on every rank: XLA would reduce equal values without its collective.
+        # The values differ on every rank: XLA would reduce equal ones without its collective.
         share = (1.0 + lax.axis_index("ep")) / (ranks * (ranks + 1) / 2)
         for _ in range(8):
             big = lax.psum(big * share, "ep")

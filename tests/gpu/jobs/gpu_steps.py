@@ -1,4 +1,4 @@
-"""What the processes of the fault tests run: steps through windows, exact to the bit."""
+"""Each process of the fault tests: runs steps through windows, exact to the bit."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SETTINGS: dict[str, Any] = {
     "op_timeout_s": 60.0,
     "retain_s": 60.0,
 }
-# Steps after which a process says that it is at it: past compiling and capturing.
+# Steps after which a process reports that it runs: compiling and capturing are over.
 WARM_STEPS = 20
 LONGEST_S = 60.0
 
 
 class Steps:
-    """A group over some devices of the job, and a step of it: dispatch, twice the rows, combine.
+    """A group over some devices of the job, and a step: dispatch, double the rows, combine.
 
     The step has no collective of XLA's: one of those would wait for a lost process for good.
     """
@@ -54,7 +54,7 @@ class Steps:
         rows = [rng.choice(given["num_experts"], TOP_K, replace=False) for _ in range(count)]
         self.topk_idx = self._put(np.array(rows, np.int32))
         self._step = self._program(layer)
-        # Forming a group meets the others: budgets of some tests are shorter than compiling takes.
+        # Processes meet to form a group, because some tests' budgets are shorter than compiling.
         session.create_group(
             f"{name}-compiled", self.mesh, ep_axis="ep", transport="xla", **given
         ).close()
@@ -68,7 +68,7 @@ class Steps:
         return step.lower(self.tokens, self.topk_idx).compile()
 
     def make_group(self) -> ep.EpLayer:
-        """The group, made once more where it is closed, and its layer."""
+        """Makes the group, again if it was closed, and returns its layer."""
         self.group = self._session.create_group(
             self._name, self.mesh, ep_axis="ep", transport=TRANSPORT, **self._given
         )
@@ -96,7 +96,9 @@ class Steps:
             np.testing.assert_array_equal(got, want)
 
     def until_an_error(self, say: Callable[..., None]) -> dict[str, Any]:
-        """Checked steps till one fails: its error as plain values, and when it was known."""
+        """Runs checked steps until one fails; returns its error as plain values,
+        and when it came.
+        """
         started, steps = time.monotonic(), 0
         try:
             with ep.translate_errors():
@@ -118,7 +120,7 @@ class Steps:
 
 
 class BlockSteps(Steps):
-    """The same by a block call and its gradient: experts that double what is above zero."""
+    """The same step as a block call and its gradient: experts double values above zero."""
 
     def _program(self, layer: ep.EpLayer) -> Any:
         eye = np.eye(HIDDEN, dtype=np.float32)
@@ -145,7 +147,7 @@ class BlockSteps(Steps):
         return lambda tokens, topk_idx: compiled(tokens, topk_idx, weights, params)
 
 
-# What steps do, by name; the last has room for the rows of one token of every rank.
+# Programs of steps by name; the last has room for one token's rows of every rank.
 PROGRAMS: dict[str, tuple[type[Steps], dict[str, Any]]] = {
     "dispatch and combine": (Steps, {}),
     "block call": (BlockSteps, {}),
@@ -162,7 +164,7 @@ def of(
 
 
 class Windows:
-    """The windows of a group, as memory that outlives it here."""
+    """Keeps the windows of a group in memory that outlives the group."""
 
     def __init__(self, session: ep.Session, group: ep.Group) -> None:
         client = session._client
@@ -176,7 +178,7 @@ class Windows:
         self._bytes = group.spec.ep_size * TOKENS * HIDDEN * 4  # rows of the first lane
 
     def digests(self) -> list[str]:
-        """What every window holds, by world rank; "" where that is nothing but zeros."""
+        """Returns a digest of each window, by world rank; "" if the window is all zero."""
         read = _host_bytes if TRIAL else _device_bytes
         found = [read(fd, self._bytes) for rank, fd in sorted(self._fds.items()) if rank >= 0]
         return [hashlib.sha256(data).hexdigest() if any(data) else "" for data in found]
@@ -187,7 +189,7 @@ def _host_bytes(fd: int, size: int) -> bytes:
 
 
 def _device_bytes(fd: int, size: int) -> bytes:
-    """The first bytes of memory that the daemon made on a GPU; mapped for this while."""
+    """Maps memory that the daemon made on a GPU for a moment; returns its first bytes."""
     from cuda.bindings import driver
 
     def call(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Jobs of several processes on GPUs: which process drives which, and what runs before a script.
+"""Jobs of several processes on GPUs: the GPUs of each process, and the code before a script.
 
 With TEST_GPU_TRIAL=1 CPU devices stand in for GPUs and memfd for every transport: that tries the
 tests. TEST_GPU_TRANSPORT names another transport than nvlink. TEST_GPU_COUNT=8 takes eight GPUs,
@@ -31,7 +31,7 @@ if "TEST_LOCAL_DEVICES" in os.environ:
     distributed["local_device_ids"] = json.loads(os.environ["TEST_LOCAL_DEVICES"])
 """
 
-# How GPUs are shared out: processes (None: one for each GPU), and what tells a process its own.
+# How processes share GPUs: number of processes (None: one per GPU), and what gives each its own.
 LAYOUTS: dict[str, tuple[int | None, str]] = {
     "one GPU each, visible alone": (None, "CUDA_VISIBLE_DEVICES"),
     "one GPU each, all visible": (None, "local_device_ids"),
@@ -49,7 +49,7 @@ def job(
     own: Sequence[Mapping[str, str]] = (),
     **environment: str,
 ) -> launch.Job:
-    """A job whose processes drive the first `gpus` GPUs as the layout says.
+    """Starts a job whose processes drive the first `gpus` GPUs as the layout says.
 
     Args:
         script, environment: as of `launch.Job`.

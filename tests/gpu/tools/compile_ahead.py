@@ -1,4 +1,4 @@
-"""Compiles programs for four H200s where there are none: all that XLA does before they run.
+"""Compiles programs for four H200s on a machine without GPUs, up to the point of running.
 
     python tests/gpu/tools/compile_ahead.py [transport ...]
 
@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # it asks the driver
+os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the real one asks the driver
 
 import custom_calls
 import fakes
@@ -50,13 +50,13 @@ from ep_runtime_client.moe.bodies import cuda as block
 from ep_runtime_client.ops.kernels import ffi
 
 DEVICES, COUNT, MANY = 4, 3, 16
-# What the backward pass of a scan keeps; None is all of it.
+# What a scan saves for its backward pass; None saves everything.
 KEPT = {
     "all": None,
     "plan and rows": ep.remat_policy(("ep_plan", "ep_recv")),
     "plan": ep.remat_policy(("ep_plan",)),
 }
-# (keep of moe, what a checkpoint keeps) of programs with block calls.
+# (keep of moe, saved by a checkpoint) of programs with block calls.
 BLOCKS = {
     ("first", "all"): None,
     ("first", "plan and first product"): ep.remat_policy(),
@@ -74,7 +74,7 @@ OF_WEIGHTS = {
     "ep_transpose_weights_v1",
 }
 RECIPES = (None, ep.recipes.TensorScaling(), ep.recipes.BlockScaling(), ep.recipes.MXFP8())
-# What XLA asks of a device while it compiles.
+# The facts XLA reads from a device while it compiles.
 _H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -90,7 +90,7 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 12 } device_description
 
 @functools.cache
 def devices(count: int) -> np.ndarray:
-    """So many such devices, and our calls registered for them as on GPUs."""
+    """Fakes that many devices, and registers our calls for them as on GPUs."""
     topology = topologies.get_topology_desc(
         "cuda", platform="cuda", target_config=_H200, topology=f"1x1x{count}"
     )
@@ -187,12 +187,12 @@ def programs(devices: np.ndarray, transport: str) -> Iterator[tuple[str, Any, tu
         jax.ShapeDtypeStruct((count, width), dtype, sharding=rows)
         for width, dtype in ((HIDDEN, jnp.float32), (TOP_K, jnp.int32), (TOP_K, jnp.float32))
     )
-    # donated is two programs, one after the other; of two nodes XLA merges gathers of equal rows.
+    # "donated" is two programs in a row; with two nodes XLA merges gathers of equal rows.
     left_out = {donated, stages} if transport == "nccl" else {donated}
     for program in PROGRAMS:
         if program not in left_out:
             yield program.__name__, functools.partial(program, layers), operands
-    # Transports differ in how rows move, which no recipe changes: one of them has every policy.
+    # Transports move rows in different ways, which recipes do not change: one covers every policy.
     kept = KEPT if transport == TRANSPORTS[0] else {"all": None}
     for (name, policy), recipe in itertools.product(kept.items(), RECIPES):
         run, given = scanned(devices, transport, recipe, policy)
@@ -214,7 +214,7 @@ def programs(devices: np.ndarray, transport: str) -> Iterator[tuple[str, Any, tu
 
 
 def faults(name: str, before: custom_calls.Calls, text: str) -> list[str]:
-    """What is wrong about the calls of a compiled program."""
+    """Lists faults in the calls of a compiled program."""
     if name.endswith(ONCE):
         again = sorted({*before} & OF_WEIGHTS)
         return [f"weights come quantized, and {again} run"] if again else faults("", before, text)
@@ -225,7 +225,7 @@ def faults(name: str, before: custom_calls.Calls, text: str) -> list[str]:
 
 
 def growth() -> list[str]:
-    """What is wrong about the memory of block calls on more devices."""
+    """Lists faults in the memory of block calls on more devices."""
     wrong = []
     for (keep, name), policy in BLOCKS.items():
         held = []
@@ -233,7 +233,7 @@ def growth() -> list[str]:
             run, given = scanned(devices(count), "nvlink", None, policy, keep=keep)
             held.append(run.lower(*given).compile().memory_analysis().temp_size_in_bytes)
         say(f"block, keep={keep}, keeps {name}: {held} bytes on {DEVICES} and {MANY}\n")
-        # A plan has three numbers for each row of the worst case; the rows' H values stay out.
+        # A plan has three numbers per row of the worst case; the rows' H values are not counted.
         rows = MANY * 128 * TOP_K + 4 * 128
         if held[1] - held[0] > 3 * 4 * rows * (COUNT + 2):
             wrong.append(f"block, keep={keep}, keeps {name}: {held} bytes")

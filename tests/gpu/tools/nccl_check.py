@@ -29,7 +29,7 @@ class UniqueId(ctypes.Structure):
 
 
 class Check:
-    """The cases; each raises where something is wrong."""
+    """The cases; each raises an error if something is wrong."""
 
     def __init__(self) -> None:
         self.gpus = len(native.library("cuda").devices())
@@ -48,7 +48,7 @@ class Check:
         return found
 
     def group(self, *, ep_size: int = 0, missing: int = 0, **purpose: Any) -> nccl.NcclGroup:
-        """Of all GPUs but the last `missing`, whose ranks never come."""
+        """Communicators of all GPUs except the last `missing`, whose ranks never come."""
         size = ep_size or self.gpus
         ours = tuple(range(self.gpus - missing))
         ranks = nccl.Ranks("check", 1, size, ours, ours, BUDGET_S, **purpose)
@@ -64,7 +64,7 @@ class Check:
         return f"{self.gpus} ranks in {taken:.2f} s, with a first exchange"
 
     def beside_windows(self) -> str:
-        """As groups get them whose rows go through windows: NCCL connects when it is called."""
+        """Communicators as groups with windows get them: NCCL connects at the first call."""
         made = self.group(carries_rows=False, max_channels=beside.CHANNELS)
         times = []
         for step in (made.init, made.try_sum, made.try_sum):

@@ -1,4 +1,4 @@
-"""Steps of two groups beside all-reduces, each late by chance, equal to the first bit by bit.
+"""Runs two groups with all-reduces, each randomly late; every step must equal the first.
 
     python tests/gpu/tools/soak.py [--steps 10000] [--limit-s 150] [--gpus N]
 
@@ -35,7 +35,7 @@ import ep_runtime as ep
 
 TOKENS, HIDDEN, TOP_K, EXPERTS = 32, 256, 4, 16
 _ROUTINGS = ("uniform", "skewed", "one", "unused", "silent rank", "none", "twice", "uniform")
-# Steps between two looks at the device: how far the host may be ahead.
+# Steps between two reads from the device: how far ahead the host may be.
 _AHEAD = 50
 _GRACE_S = 60.0
 _SPEC = PartitionSpec("ep")
@@ -96,7 +96,7 @@ class Soak:
         return self.put(x), self.put(idx), self.put(weights)
 
     def _results(self, x: Any, idx: Any, weights: Any) -> Any:
-        """Bits of outputs and gradients of both groups, and of the sums beside them."""
+        """Returns bits of outputs and gradients of both groups, and of the all-reduced sums."""
 
         def outs(x: Any, weights: Any) -> list[Any]:
             return [block(layer, x, idx, weights) for layer in self._layers]
@@ -105,7 +105,7 @@ class Soak:
         return jax.tree.map(_bits, (found, pull([jnp.cos(out) for out in found]), self._sums(x)))
 
     def _checked(self, inputs: Any, first: Any, before: Any) -> Any:
-        """Results, and how many values of them were ever unlike the first ones: int32 [R]."""
+        """Results, and how many of their values ever differed from the first ones: int32 [R]."""
 
         def count(before: Any, results: Any, first: Any) -> Any:
             unlike = jax.tree.map(lambda a, b: (a != b).sum(), results, first)
@@ -116,11 +116,11 @@ class Soak:
         return results, counted(before, results, first)
 
     def _sums(self, x: Any) -> jax.Array:
-        """All-reduces that nothing orders against the ops; every device's own copy."""
+        """All-reduces that are not ordered with the ops; each device has its own copy."""
 
         def local(x: Any) -> Any:
             big = jnp.tile(x.astype(jnp.float32), (8, 1))
-            for _ in range(3):  # unlike on every rank: equal ones need no collective
+            for _ in range(3):  # different on every rank: equal values need no collective
                 big = lax.psum(big * (1.0 + lax.axis_index("ep")), "ep") / 16
                 big = lax.pcast(big, "ep", to="varying")
             return big
@@ -129,7 +129,7 @@ class Soak:
         return summed(x)
 
     def _make_delay(self) -> Callable[[Any], Any]:
-        """turns int32 [R]: keeps every device busy for a while of its own."""
+        """turns int32 [R]: keeps every device busy for its own time."""
 
         def local(turns: Any) -> Any:
             start = jnp.full((256, 256), 1e-3) + turns[0]
@@ -140,7 +140,7 @@ class Soak:
     def steps(
         self, count: int, limit_s: float, seed: int, tell: Callable[[dict[str, Any]], None]
     ) -> dict[str, Any]:
-        """Runs the steps; the last row. Rows: steps done, seconds, values that differed here."""
+        """Runs the steps; returns the last row (steps done, seconds, values that differed here)."""
         started = time.monotonic()
         bad = self.put(np.zeros(self.mesh.size, np.int32))
         first = [self._first(inputs, bad) for inputs in self._inputs]
@@ -170,14 +170,14 @@ class Soak:
         return row
 
     def _first(self, inputs: Any, bad: Any) -> Any:
-        """What later steps must repeat, from the program that they run."""
+        """Returns the results that later steps must repeat."""
         shapes = jax.eval_shape(self._results, *inputs)
         nothing = jax.tree.map(lambda s: self.put(np.zeros(s.shape, s.dtype)), shapes)
         return self._step(inputs, nothing, bad)[0]
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """Integers of the same width: NaNs, which are unlike themselves, compare too."""
+    """Views values as integers of the same width, so that NaNs compare equal to themselves."""
     return lax.bitcast_convert_type(x, jnp.int16 if x.dtype.itemsize == 2 else jnp.int32)
 
 
@@ -197,7 +197,7 @@ def _alone(count: int, limit_s: float, address: str) -> dict[str, Any]:
 
 
 def _together(count: int, limit_s: float, address: str, gpus: int) -> dict[str, Any]:
-    """A process for each GPU; each is late by itself, and the counts are added up."""
+    """One process per GPU; each is late separately, and the counts are added up."""
     with layouts.job(
         _SCRIPT,
         "one GPU each, visible alone",

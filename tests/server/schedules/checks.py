@@ -1,4 +1,4 @@
-"""What holds whatever the schedule: looked at all the time, and at the end."""
+"""Invariants of every schedule: checked all the time, and at the end."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from schedules.cluster import CALM_AFTER_S, MISMATCH_S, TOLD_S, SimulatedCluster
 from schedules.daemons import COORDINATOR, Life
 
 LOOKS_EACH_S = 0.2
-# Every rank is claimed for that long at most before the group is formed.
+# A group forms at most this long after all its ranks are claimed.
 FORMS_S = 2.0
 
 
 class Checks:
-    """`look` again and again; `at_end` once nothing should be left."""
+    """Call `look` again and again, and `at_end` once nothing should be left."""
 
     def __init__(self, cluster: SimulatedCluster) -> None:
         self._cluster = cluster
@@ -45,7 +45,7 @@ class Checks:
                 self._cluster.fault(f"for {found[key]:g} s: {' '.join(map(str, key))}")
 
     def _wrong(self) -> Iterator[tuple[Any, float]]:
-        """What may last for a moment only, and for how long."""
+        """Yields states that may last only for a moment, and for how long."""
         claims = self._cluster.claims
         for claim, other in self._cluster.doomed:
             agree = any(
@@ -72,7 +72,7 @@ class Checks:
                     yield from self._untold(life, group)
 
     def _freed_early(self, life: Life) -> Iterator[str]:
-        """Memory that a process has mapped, and the daemon does not keep for it."""
+        """Yields memory that a process has mapped but the daemon does not keep for it."""
         kept = {(w.generation, who) for w in life.runtime.pool.sets for who in w.holders}
         for process in self._cluster.living():
             mapped = (held := process.held) and held.fds and process.life is life
@@ -80,7 +80,7 @@ class Checks:
                 yield f"memory of generation {held.generation} is mapped by {process}, not held"
 
     def note(self, life: Life, group: GroupRecord) -> None:
-        """A group that is committed: of one epoch there is one view."""
+        """Notes a committed group: all members of an epoch must see the same view."""
         ours = {r: (life.name, m.session.session_id) for r, m in group.claims.items()}
         theirs = {r: (m.node, m.session_id) for r, m in group.remote.items()}
         members = {**ours, **theirs}
@@ -96,7 +96,7 @@ class Checks:
                 self._cluster.fault(f"epoch {group.epoch} is attempt {attempt}, {group.attempt}")
 
     def _untold(self, life: Life, group: GroupRecord) -> Iterator[tuple[Any, float]]:
-        """A member on another node that is not in the group any more."""
+        """Yields members on other nodes that have left the group."""
         for rank, member in group.remote.items():
             if rank in group.lost or member.session_id in group.left:
                 continue
@@ -110,7 +110,7 @@ class Checks:
                 yield (what, said), TOLD_S
 
     def at_end(self) -> None:
-        """Nothing is left of any group, and no work failed."""
+        """Checks that nothing is left of any group, and that no work failed."""
         for life in self._cluster.lives():
             for what, left in _left(life):
                 if left:
@@ -122,7 +122,7 @@ class Checks:
 
 
 def _wrong_groups(life: Life) -> Iterator[str]:
-    """Where a group's members, its state and its memory do not agree."""
+    """Yields groups whose members, state and memory do not agree."""
     groups = life.runtime.groups.all()
     if len({group.generation for group in groups}) < len(groups):
         yield "two groups of one generation"
@@ -148,8 +148,9 @@ def _wrong_groups(life: Life) -> Iterator[str]:
 
 
 def _has(group: GroupRecord, epoch: int, session_id: str, left: set[str]) -> bool:
-    """Whether the process is in the group still. Where somebody left, who goes on in a new one
-    need not tell: everybody knows that this one ends."""
+    """Whether the process is still in the group. After somebody left, a member that continues in a
+    new group need not report: all others know that this group ends.
+    """
     if left and session_id in (*group.members, *group.previous):
         return True
     same = group.epoch == epoch and group.state in (State.READY, State.BROKEN)
@@ -167,7 +168,7 @@ def _left(life: Life) -> Iterator[tuple[str, Any]]:
     yield "words owed", life.cluster.facts.owed
     if life.name == COORDINATOR:
         assemblies = life.cluster.assemblies._all.values()
-        # What became of a view is known for a while.
+        # The result of a view is known for this long.
         yield "claims", [a.parts or a.refused for a in assemblies if a.parts or a.refused]
         proposals = [a.proposal for a in assemblies if a.proposal is not None]
         yield "views", [p.view for p in proposals if p.open or p.lives]

@@ -8,14 +8,14 @@ import selectors
 from collections.abc import Callable
 from typing import Any
 
-# A disk takes that long, most of the time and at worst.
+# Time of a disk write, usual and worst.
 _DISK_S, _SLOW_DISK_S = 0.002, 0.3
-# Of the loop between two moments; a schedule's own have some hundred at most.
+# Turns of the loop between two moments; a normal schedule has some hundred at most.
 _MOST_TURNS = 10_000
 
 
 class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
-    """Never waits: what it was to wait for is what the clock goes on by."""
+    """Never waits: it advances the clock by the time it was asked to wait."""
 
     now_s = 1000.0
     _turns = 0
@@ -34,7 +34,7 @@ class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Work beside the loop is done in it, later by what the seed says; there are no threads."""
+    """Runs work of other threads in the loop, after a delay from the seed; there are no threads."""
 
     def __init__(self, seed: int) -> None:
         self._pace = _Selector()

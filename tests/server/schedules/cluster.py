@@ -1,4 +1,4 @@
-"""Nodes, processes and links together, on a clock of their own; takes note of what goes wrong."""
+"""Nodes, processes and links on simulated time; records everything that goes wrong."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from schedules.daemons import Life, life_of_task
 from schedules.links import Links
 from schedules.processes import Claim, Process
 
-# What a call takes beside what it waits.
+# Time of a call besides its waits.
 SLACK_S = 0.5
-# Who claims with another spec than others is known to be another for that long.
+# A claim with another spec than the others' must be refused within this time.
 MISMATCH_S = 1.0
 ON_THE_WAY_S = 0.05
-# A process's end is known to every node after that time.
+# Every node knows of a process's end after this time.
 TOLD_S = 2.0
-# A daemon, a link or a call that failed may cost that long: a poll, its deadline, a new lease.
+# Delay after a failed daemon, link or call: a poll, its deadline, a new lease.
 CALM_AFTER_S = 12.0
 _FREE_BYTES = 1 << 34
 
@@ -62,7 +62,7 @@ class SimulatedCluster:
         self._directory = directory
         self._lives: dict[str, Life] = {}
         self._num_lives = itertools.count(1)
-        self._files: dict[str, Path] = {}  # of the next life, by node
+        self._files: dict[str, Path] = {}  # of the next life of a node's daemon
         self.links = Links(seed, self._lives.get)
         self.loop.set_task_factory(self._make_task)
         self.loop.set_exception_handler(self._unread)
@@ -85,7 +85,7 @@ class SimulatedCluster:
             def over(task: asyncio.Task[Any]) -> None:
                 life.tasks.discard(task)
                 if not life.alive and not task.cancelled():
-                    task.exception()  # whatever came of it, nobody is there to care
+                    task.exception()  # its result does not matter, because the caller has ended
 
             task.add_done_callback(over)
         return task
@@ -105,14 +105,14 @@ class SimulatedCluster:
 
     @property
     def fails(self) -> bool:
-        """A daemon is away, or a link is not what it should be."""
+        """Whether a daemon is away, or a link is disturbed."""
         links = self.links
         until_s = (links.very_late_until_s, *links.stopped_until_s.values())
         stopped = max(until_s) > self.loop.time()
         return stopped or bool(links.cut) or links.loss > 0 or len(self.lives()) < len(self.nodes)
 
     def refused(self, process: Process, spec: GroupSpec) -> None:
-        """Its spec differs from the others', who have not got its ranks: they hear of it too."""
+        """A process was refused for its spec; other claims of its ranks must end too."""
         now = self.loop.time()
         process.refused_s = now
         others = [
@@ -120,14 +120,14 @@ class SimulatedCluster:
             for claim in self.claims
             if claim.spec.difference(spec) is not None
             and claim.since_s + ON_THE_WAY_S < now
-            and claim.process.refused_s + MISMATCH_S < now  # else it knows, and tries again
+            and claim.process.refused_s + MISMATCH_S < now  # otherwise it knows, and tries again
         ]
         taken = {rank for claim in self.claims for rank in claim.process.ranks}
         if taken.isdisjoint(process.ranks):
             self.doomed.extend((claim, process) for claim in others)
 
     def busy(self, process: Process, pid: int) -> None:
-        """Its rank is another's, who must live, or have lived a moment ago."""
+        """A process was refused because another holds its rank: it must live, or have just died."""
         now, holder = self.loop.time(), self.by_pid(pid)
         told = holder is not None and (holder.alive or now - holder.ended_s < TOLD_S)
         if not told and now - self.disturbed_s > CALM_AFTER_S:
@@ -137,7 +137,7 @@ class SimulatedCluster:
         self.disturbed_s = self.loop.time()
 
     def start(self, node: str) -> None:
-        """A daemon on the files of the one before; nothing where one runs."""
+        """Starts a daemon on its predecessor's files; does nothing if one runs."""
         if self.life(node) is not None:
             return
         directory = self._files.pop(node, None)
@@ -158,7 +158,7 @@ class SimulatedCluster:
             self.say(f"daemon {node} is killed")
 
     async def leave(self, node: str) -> None:
-        """The daemon does what comes before its end in good order."""
+        """Ends the daemon in good order."""
         life = self.life(node)
         if life is not None:
             self.disturb()
@@ -184,7 +184,7 @@ class SimulatedCluster:
             self.fault(f"{process}: {what} took {took_s:.2f} s, its wait is {wait_s:g} s")
 
     def open_process(self, pid: int, start_s: float | None) -> int | None:
-        """In the place of the kernel: a descriptor by which the process's end is heard."""
+        """Replaces the kernel's pidfd: a descriptor that reports the process's end."""
         process = self.by_pid(pid)
         return os.dup(process.exit_fd) if process is not None and process.alive else None
 
@@ -197,7 +197,7 @@ class SimulatedCluster:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def close(self) -> None:
-        """Ends what is left."""
+        """Ends all daemons and processes that are left."""
         self.loop.set_exception_handler(lambda loop, context: None)
         self.loop.run_until_complete(self._end_all())
         for process in self.processes:
@@ -206,7 +206,7 @@ class SimulatedCluster:
 
 
 class _NoChild:
-    """In the place of the process that makes NCCL unique ids."""
+    """Replaces the process that makes NCCL unique ids."""
 
     made = itertools.count(1)
     over = True
@@ -216,17 +216,17 @@ class _NoChild:
         return unique_ids.UniqueIds(tuple(b"%d" % next(self.made) for _ in range(count)), "2.28")
 
     def kill(self) -> None:
-        """There is none."""
+        """Does nothing: there is no process."""
 
     async def close(self) -> None:
-        """There is none."""
+        """Does nothing: there is no process."""
 
 
 @contextlib.contextmanager
 def simulated(seed: int, nodes: tuple[str, ...]) -> Iterator[SimulatedCluster]:
-    """A cluster whose every chance comes from the seed."""
+    """Yields a cluster whose random draws all come from the seed."""
     chance = random.Random(seed)
-    random.seed(seed)  # of pauses in the daemons
+    random.seed(seed)  # of random pauses in the daemons
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # files cost little there
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ept-", dir=memory))
@@ -237,7 +237,7 @@ def simulated(seed: int, nodes: tuple[str, ...]) -> Iterator[SimulatedCluster]:
         )
         stack.enter_context(put(sessions, "open_process", made.open_process))
         stack.enter_context(put(sessions, "process_start_s", lambda pid: float(pid)))
-        # So that a seed shows the same on every machine.
+        # So that a seed gives the same run on every machine.
         stack.enter_context(put(devices, "available_bytes", lambda: _FREE_BYTES))
         for module in (coordination, unique_ids):
             stack.enter_context(put(module, "IdProcess", _NoChild))

@@ -1,4 +1,4 @@
-"""One life of a daemon after the other: what a `Daemon` has, without its sockets."""
+"""Lives of a daemon, one after another: the objects of a `Daemon` without its sockets."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ life_of_task: contextvars.ContextVar[Life | None] = contextvars.ContextVar("life
 
 
 class GoneError(Exception):
-    """The daemon ended while it was asked."""
+    """The daemon ended during the call."""
 
 
 class _Context:
-    """Of a call, as far as the services look at it."""
+    """The part of a gRPC context that the services use."""
 
     @staticmethod
     def auth_context() -> dict[str, Any]:
@@ -43,20 +43,20 @@ class _Context:
 
 
 class _Methods:
-    """A server that only takes notes of what is served."""
+    """A server that only records the methods it serves."""
 
     def __init__(self) -> None:
         self.of: dict[str, Any] = {}
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """The same come by name."""
+        """Does nothing: the same handlers are registered by name."""
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
         self.of.update(handlers)
 
 
 class Life:
-    """A daemon from its start to its end. Its tasks know whose they are by `life_of_task`."""
+    """A daemon from its start to its end. `life_of_task` names the life of each task."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Life:
         links: Links,
         fault: Callable[[str], None],
     ) -> None:
-        """`fault(text)` is told what no daemon may do."""
+        """`fault(text)` is called for everything that no daemon may do."""
         self.name = name
         self.alive = True
         self.directory = directory
@@ -116,11 +116,11 @@ class Life:
         return self._loop.create_task(work, context=self._context.copy())
 
     def do(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """What happens to the daemon without a call: a process that connects, or that ends."""
+        """Runs an event that is not a call: a process that connects, or ends."""
         return self._context.copy().run(work, *arguments)
 
     def serve(self, method: str, data: bytes, within_s: float) -> asyncio.Task[bytes]:
-        """A call of another daemon."""
+        """Serves a call of another daemon."""
         return self.spawn(self._serve(method, data, within_s))
 
     async def _serve(self, method: str, data: bytes, within_s: float) -> bytes:
@@ -140,7 +140,7 @@ class Life:
             raise
 
     async def ask(self, session: SessionRecord, method: Any, request: Any) -> Any:
-        """A call of a process. Raises GoneError where the daemon ends meanwhile."""
+        """Serves a call of a process. Raises GoneError if the daemon ends meanwhile."""
 
         async def answered() -> Any:
             interceptor._current.set(session)
@@ -163,14 +163,14 @@ class Life:
         return call.result()
 
     async def leave(self) -> None:
-        """What a daemon does in good order before it ends."""
+        """Does the steps of a daemon that ends in good order."""
         await self.runtime.supervisor.stop()
         self.runtime.ending = True
         await self.cluster.stop()
         self.runtime.recorder.flush()
 
     def end(self, successor: Path | None) -> None:
-        """Nothing of it runs any more; its files are the successor's."""
+        """Stops all of its tasks; the successor takes its files."""
         self.alive = False
         self.runtime.recorder._stopped = True
         if successor is not None:

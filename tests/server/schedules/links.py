@@ -1,4 +1,4 @@
-"""The wire between daemons: calls are delayed, delivered, answered, lost on either way, cut."""
+"""Links between daemons: calls are delayed, delivered, answered, lost either way, or cut."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _USUAL_S, _LATE_S, _VERY_LATE_S = 0.002, 0.05, 1.0
 
 
 class Server(Protocol):
-    """A daemon as its peers reach it."""
+    """A daemon as its peers call it."""
 
     name: str
     alive: bool
@@ -25,7 +25,7 @@ class Server(Protocol):
 
 
 class Links:
-    """Every link of the cluster.
+    """All links of the cluster.
 
     Attributes:
         cut: (from, to) over which nothing comes.
@@ -68,7 +68,7 @@ class Links:
     async def call(
         self, source: Server, target: str, method: str, data: bytes, within_s: float
     ) -> bytes:
-        """One unary call. Raises grpc.aio.AioRpcError as gRPC does."""
+        """Makes one unary call. Raises grpc.aio.AioRpcError as gRPC does."""
         self.num_calls += 1
         breaks = None
         if self._random.random() < self.loss:
@@ -105,7 +105,9 @@ class Links:
         return work.result()
 
     def _cancel(self, source: str, target: str, work: asyncio.Task[bytes]) -> None:
-        """The callee hears of it, unless the link is cut; then its own deadline ends the work."""
+        """Cancels the call at the callee, unless the link is cut; then its deadline
+        ends the work.
+        """
         if (source, target) not in self.cut:
             loop = asyncio.get_running_loop()
             loop.call_later(self._arrives_in(source, target), work.cancel)
@@ -116,14 +118,14 @@ def _failure(code: grpc.StatusCode, text: str) -> grpc.aio.AioRpcError:
 
 
 def failure_of(error: Any) -> grpc.aio.AioRpcError:
-    """One of our errors as the caller's gRPC raises it."""
+    """Converts one of our errors to the one that gRPC raises at the caller."""
     told = wire.error_to_status(error)
     trailing = grpc.aio.Metadata(*told.trailing_metadata)
     return grpc.aio.AioRpcError(told.code, grpc.aio.Metadata(), trailing, told.message)
 
 
 class LinkedPeers(Peers):
-    """Calls over `Links`; all else is the daemon's own."""
+    """Sends calls over `Links`; inherits everything else from the daemon."""
 
     def __init__(self, source: Server, links: Links, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -1,4 +1,4 @@
-"""Processes of a job: what the client library does at the daemon, in order."""
+"""Processes of a job: the client library's calls to the daemon, in order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LOOKS_EACH_S = 0.05
 
 @dataclasses.dataclass
 class Held:
-    """A group that a process has: READY, or on the way."""
+    """A process's group: READY, or forming."""
 
     spec: GroupSpec
     generation: int
@@ -49,7 +49,7 @@ class Claim:
 
 
 class Process:
-    """One process on a node, for the same world ranks of every group it makes."""
+    """One process on a node, with the same world ranks in every group."""
 
     def __init__(self, cluster: SimulatedCluster, node: str, ranks: tuple[int, ...]) -> None:
         self.cluster = cluster
@@ -57,24 +57,24 @@ class Process:
         self.ranks = ranks
         self.pid = next(cluster.pids)
         self.alive = True
-        self.refused_s = -1e9  # for its spec
+        self.refused_s = -1e9  # refused for its spec
         self.ended_s = 0.0
         self.exit_fd = os.eventfd(0)
         self.held: Held | None = None
-        self.closed: list[tuple[str, int]] = []  # that the daemon does not know of yet
+        self.closed: list[tuple[str, int]] = []  # that the daemon does not know yet
         self._token = ""
         self._session: SessionRecord | None = None
-        self.life: Life | None = None  # that has heard of it and of its group
+        self.life: Life | None = None  # a daemon that knows it and its group
         self._ops = itertools.count(1)
 
     @property
     def session_id(self) -> str:
         return self._session.session_id if self._session is not None else ""
 
-    # With the daemon
+    # Calls to the daemon
 
     async def _daemon(self) -> Life:
-        """The node's daemon, which knows our session; waits for it where it is away."""
+        """Returns the node's daemon once it knows our session; waits while the daemon is away."""
         while (life := self.cluster.life(self.node)) is None:
             await asyncio.sleep(_LOOKS_EACH_S)
         if life is not self.life:
@@ -125,10 +125,10 @@ class Process:
             self._drop()
             await self._ask(life, life.groups.CloseGroup, _closing(held.spec.name, held.generation))
 
-    # What it does
+    # Steps of a process
 
     async def form(self, spec: GroupSpec, wait_s: float, *, replace: bool = False) -> str:
-        """READY, or the name of the error that it got; as the client library does it."""
+        """Forms the group as the client library does; returns READY or the name of the error."""
         if self.held is not None:
             await self.close()
         while True:
@@ -201,7 +201,7 @@ class Process:
         await self._of_nccl("GetUniqueIds")
 
     async def disconnected(self) -> None:
-        """Reports that it does not reach the others of its group."""
+        """Reports that it cannot reach the other members of its group."""
         await self._of_nccl("ReportCommunicators", error="no route")
 
     async def _of_nccl(self, method: str, **more: Any) -> None:
@@ -213,7 +213,7 @@ class Process:
                 await self._ask(life, getattr(life.nccl, method), request)
 
     def group(self) -> GroupRecord | None:
-        """The group that it has, at its daemon."""
+        """Its group, as its daemon has it."""
         life = self.cluster.life(self.node)
         if life is None or self.held is None:
             return None
@@ -222,7 +222,7 @@ class Process:
         return group if same else None
 
     async def work(self, most_s: float) -> None:
-        """Until its group is READY no more, as a step's error tells it."""
+        """Works until its group is not READY any more, as a step's error would show."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + most_s
         while self.held is not None and loop.time() < end_s:
@@ -234,7 +234,7 @@ class Process:
             await asyncio.sleep(_LOOKS_EACH_S)
 
     async def close(self) -> None:
-        """Unmaps its group and says so, now or once the daemon is back."""
+        """Unmaps its group and reports it, now or once the daemon is back."""
         held = self.held
         self._drop()
         if held is None:
@@ -255,7 +255,7 @@ class Process:
             os.close(fd)
 
     def goodbye(self) -> None:
-        """The session ends in good order, and the process after it."""
+        """Ends the session in good order, then the process."""
         life = self.life
         if life is not None and life.alive and self._session is not None:
             self._drop()
@@ -263,7 +263,7 @@ class Process:
         self.die()
 
     def fenced(self) -> bool:
-        """An operator cuts it off; whether its daemon refuses it from then on."""
+        """An operator fences the process; returns whether its daemon refuses it from then on."""
         life = self.life
         if life is None or life is not self.cluster.life(self.node):
             return True
@@ -283,7 +283,7 @@ class Process:
             os.eventfd_write(self.exit_fd, 1)
 
     def forget(self) -> None:
-        """Gives its descriptors back, whatever it still does."""
+        """Returns its descriptors, whatever it is doing."""
         self._drop()
         os.close(self.exit_fd)
 

@@ -1,4 +1,4 @@
-"""Random schedules, their runs, and the smaller ones that show the same."""
+"""Random schedules, their runs, and smaller schedules that show the same fault."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from schedules.cluster import CALM_AFTER_S, SimulatedCluster, simulated
 from schedules.cluster import TOLD_S as TOLD_BY_ALL_S
 from schedules.processes import Process
 
-# In which everything is heard, every claim is over, and what was retained is gone.
+# Time in which all messages arrive, every claim ends, and retained memory is freed.
 QUIET_S = 14.0
-# In which whoever has a group still is to hear what became of the others.
+# Time in which every member of a group must learn of the other members' ends.
 TELLING_S = CALM_AFTER_S + 3 * TOLD_BY_ALL_S
 RETAIN_S = 4.0
 FENCED_FOR_S = 1.0
-# Told of a death, and formed, where nothing befalls anybody.
+# Limits for learning of a death, and for forming a group, without further faults.
 TOLD_S, FORMED_S = 1.0, 2.0
 
 Step = tuple[Any, ...]
@@ -35,7 +35,7 @@ Step = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Processes one after the other: each begins where the one before ended."""
+    """Processes one after another; each begins when its predecessor ends."""
 
     node: str
     ranks: tuple[int, ...]
@@ -82,7 +82,7 @@ def make_schedule(seed: int) -> Schedule:
     cuts = sorted(chance.sample(range(1, world), chance.randint(1, world - 1)))
     parts = [tuple(range(low, high)) for low, high in zip([0, *cuts], [*cuts, world], strict=True)]
     if chance.random() < 0.25:
-        parts.append(chance.choice(parts))  # somebody has its ranks
+        parts.append(chance.choice(parts))  # another process holds its ranks
     rounds = chance.randint(1, 4)
     slots = tuple(
         Slot(chance.choice(nodes), part, tuple(_steps(chance, nodes, rounds))) for part in parts
@@ -124,7 +124,7 @@ def _faults(chance: random.Random, nodes: tuple[str, ...], slots: int) -> Iterat
             yield when, kind, chance.randrange(slots)
         elif kind in ("kill", "replace", "stop"):
             yield when, kind, node, lasts
-            if chance.random() < 0.4:  # somebody ends while the daemon is away
+            if chance.random() < 0.4:  # a process ends while the daemon is away
                 yield round(when + 0.5 * lasts, 4), "die", chance.randrange(slots)
         elif kind == "cut" and node != other:
             yield when, kind, node, other, chance.random() < 0.5, lasts
@@ -182,7 +182,7 @@ class Run:
             self._checks.look()
             await asyncio.sleep(LOOKS_EACH_S)
 
-    # What processes do
+    # Steps of processes
 
     async def _slot(self, number: int) -> None:
         slot = self._schedule.slots[number]
@@ -212,7 +212,7 @@ class Run:
         else:  # work, close, ids or disconnected
             await getattr(process, what)(*more)
 
-    # What befalls them
+    # Faults
 
     async def _befalls(self, fault: Step) -> None:
         when, what, *more = fault
@@ -227,7 +227,7 @@ class Run:
             self._doing[number].cancel()
 
     async def _fence(self, number: int) -> None:
-        """The process keeps its memory until it ends; another one takes its place before that."""
+        """The process keeps its memory until it ends; its successor starts before that."""
         process, self._at[number] = self._at[number], None
         if process is not None and process.alive:
             self._doing[number].cancel()
@@ -284,7 +284,7 @@ class Run:
         self._checks.at_end()
 
     async def _forms_and_tells(self) -> None:
-        """What a cluster is for, after whatever befell it."""
+        """After all faults, the cluster must form a group and report its end."""
         cluster, nodes = self._cluster, self._schedule.nodes
         cluster.links.late = 0.0
         made = [
@@ -308,7 +308,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What may not be, and what happened on the way."""
+    """Forbidden states that occurred, and the events on the way."""
 
     faults: list[str]
     said: list[str]
@@ -321,12 +321,12 @@ def run(schedule: Schedule) -> Result:
             cluster.loop.run_until_complete(Run(schedule, cluster).whole())
         except Exception as error:  # noqa: BLE001 - also a fault, with the schedule to it
             cluster.fault(f"{type(error).__name__}: {error}")
-        gc.collect()  # tasks whose errors nobody read say so
+        gc.collect()  # tasks with unread errors report them
         return Result(cluster.faults, cluster.said, cluster.links.num_calls)
 
 
 def shrunk(schedule: Schedule) -> Schedule:
-    """A smaller one whose first fault reads alike: without what is not needed for it."""
+    """Returns a smaller schedule with the same first fault, without steps that it does not need."""
 
     def kind(candidate: Schedule) -> list[str]:
         return [re.sub("[0-9]+", "", fault)[:40] for fault in run(candidate).faults[:1]]
@@ -342,7 +342,7 @@ def shrunk(schedule: Schedule) -> Schedule:
 
 
 def _smaller(schedule: Schedule) -> Iterator[Schedule]:
-    """With one fault or step less; deaths go last."""
+    """Yields schedules with one fault or step less; deaths are removed last."""
     change = dataclasses.replace
     for place in sorted(range(len(schedule.faults)), key=lambda x: schedule.faults[x][1] == "die"):
         yield change(schedule, faults=_without(schedule.faults, place))
@@ -358,7 +358,7 @@ def _without(items: tuple[Any, ...], place: int) -> tuple[Any, ...]:
 
 
 def first_fault(schedules: Iterable[Schedule]) -> tuple[int, str]:
-    """Runs them up to the first with a fault.
+    """Runs schedules up to the first with a fault.
 
     Returns:
         Calls between daemons, and that schedule as small as it gets with what happened; "" if none

@@ -197,7 +197,7 @@ def _failing(status: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _drain(drain: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Makes a row that tells who drained the daemon, and how the drain ends."""
+    """Makes a row that names who drained the daemon, and how the drain ends."""
     if drain is None:
         return []
     left_s = drain["ends_in_s"]

@@ -71,7 +71,7 @@ class NodePlanArrays(NamedTuple):
 
     @property
     def inside(self) -> PlanArrays:
-        """The plan inside the node: its ranks as an EP group of their own, on virtual tokens."""
+        """The plan inside the node: its ranks form a separate EP group, on virtual tokens."""
         ranks, columns = self.recv_count.shape[-2:]
         counts = self.recv_count[..., : packed_columns(ranks) if columns > 4 else 4]
         return PlanArrays(self.virtual_rank, self.virtual_row, counts, *self[3:9])

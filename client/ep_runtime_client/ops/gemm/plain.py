@@ -222,7 +222,7 @@ def _gradients(
     weight_dtype: Any = None,
     paired: bool = False,
 ) -> tuple[Any, ...]:
-    """Computes gradients of rows (not if rhs is None) and of kernels (not if lhs is None)."""
+    """Computes gradients of rows, unless rhs is None, and of kernels, unless lhs is None."""
     lead = group_sizes.ndim
     blocks = _cut(gemm, grad, group_sizes, 0 if lhs is None else _contracted_rows(lhs, grad))
     read = functools.partial(_row_reader, lead=lead, dtype=gemm.compute_dtype)

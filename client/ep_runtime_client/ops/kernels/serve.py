@@ -15,7 +15,7 @@ from ep_runtime import native
 from ep_runtime_client.ops.kernels.ffi import bound, once, register_for_gpus
 from ep_runtime_client.ops.tracing.varying import spread_over, varied_axes
 
-VECTOR_BYTES = 16  # of one load: the bytes of a row are a multiple of it
+VECTOR_BYTES = 16  # bytes of one load; the bytes of a row are a multiple
 CONVERTED_MULTIPLE = 8  # divides the last dim: one lane converts so many values to 8 bits or back
 MAX_GROUPS = 1024  # of one slab
 MAX_SLABS = 65535

@@ -23,7 +23,7 @@ def as_int32(index: jax.Array) -> jax.Array:
 
 
 def exclusive_sum(counts: jax.Array, axis: int = -1) -> jax.Array:
-    """Returns the sum of all elements before each one along `axis`."""
+    """Returns the exclusive prefix sums along `axis`."""
     return jnp.cumsum(counts, axis, dtype=counts.dtype) - counts
 
 

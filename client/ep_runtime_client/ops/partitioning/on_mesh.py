@@ -322,7 +322,7 @@ def _shardy_rule(op: AnyOp, mesh: Any, operands: Any, results: Any) -> str:
 
 
 def _apart(prefix: str, arrays: Sequence[Any]) -> list[str]:
-    """Gives every dim of every array a factor of its own."""
+    """Gives every dim of every array its own factor."""
     shapes = enumerate(x.shape for x in arrays)
     return [" ".join(f"{prefix}{n}x{dim}" for dim in range(len(shape))) for n, shape in shapes]
 

@@ -77,7 +77,7 @@ class BatchShards:
         return self.feature if feature and self.feature else None
 
     def here(self, *operands: Any) -> BatchShards:
-        """Returns the shards as seen from this point, inside manual axes that no longer shard."""
+        """Returns the shards at this point, without mesh axes that are already manual."""
         manual = jax.sharding.get_abstract_mesh().manual_axes
 
         def free(axes: Axes) -> Axes:
@@ -254,8 +254,8 @@ def per_shard(
     mapped = jax.shard_map(
         body,
         mesh=mesh if ambient.empty else None,
-        # By their types the other Explicit axes shard nothing. Make them manual too, or every
-        # gather inside the body would have to state this again.
+        # The types of arrays say that the other Explicit axes shard nothing. Make those axes manual
+        # too, or every gather inside the body would have to repeat it.
         axis_names={*shards.batch_axes, *shards.feature} | stated,
         in_specs=tuple(in_specs),
         out_specs=out_specs,

@@ -37,7 +37,7 @@ TARGETS = targets(
 _AMAX, _SCALE_ROWS, _TILES, _BLOCKS, _WEIGHTS, _MX = TARGETS
 # K' and N' of 8-bit matmuls are multiples of it, because tensor copies move 16 bytes at a time.
 PRODUCT_MULTIPLE = 16
-_TRANSPOSED_MULTIPLE = 16  # of K', because a thread stores so many values along it
+_TRANSPOSED_MULTIPLE = 16  # of K': a thread stores 16 values along it
 _F32 = jnp.dtype(jnp.float32)
 Quantized = tuple[jax.Array, ...]
 

@@ -26,7 +26,7 @@ _REASON = (
     "buffers have one capacity. Put the batch into the token dims ([B, S, H]) instead."
 )
 
-# Why an op does not support such a vmap either.
+# Why an op does not support this vmap either.
 RULED = 'A group with partitioning="rule" has no exception; with "auto" or "shard_map" it has one.'
 NO_LAYER = "Without a layer nothing says which mesh axes are outside its group: pass layer=."
 

@@ -65,7 +65,7 @@ def _receiver(call: Call, plan: PlanArrays) -> _Receiver:
 
 
 def _sealed(plan: PlanArrays, body: Callable[[], Any]) -> Any:
-    """Runs `body()` in a computation of its own, so that XLA fuses nothing across its border.
+    """Runs `body()` as a separate computation, so that XLA fuses nothing across its border.
 
     The predicate is always true, but no compiler can know it: num_recv is never negative.
     """
