@@ -33,7 +33,7 @@ def _check() -> None:
         parts = (spec and spec.submodule_search_locations) or ()
         found = {Path(part).resolve().parent for part in parts}
         wanted = {folder} if on_path else installed
-        # An editable install keeps the native library beside the other installed packages.
+        # An editable install keeps the native library next to the other installed packages.
         if origin not in wanted or not found <= wanted | installed:
             sys.exit(
                 f"{name} must come from {_listed(wanted)}, got {_listed(found) or 'none'}.\n"

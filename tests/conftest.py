@@ -175,8 +175,9 @@ def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def uncached() -> Iterator[None]:
-    """Compiles anew: for a program out of JAX's persistent cache no partitioning rule of ours runs,
-    and on CPU it does not serialize again."""
+    """Compiles again: our partitioning rules do not run for a program from JAX's persistent cache,
+    and on CPU such a program cannot be serialized again.
+    """
     name = "jax_enable_compilation_cache"
     before = jax.config.jax_enable_compilation_cache
     jax.config.update(name, False)

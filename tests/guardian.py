@@ -1,4 +1,4 @@
-"""Ends the processes that tests have started when the tests' own process is gone, however it ended.
+"""Ends the processes that tests started, once the tests' own process has ended in any way.
 
 One small process of ours holds a pidfd of each; the end of its standard input tells it.
 """

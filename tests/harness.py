@@ -29,7 +29,7 @@ from ep_runtime_server.metrics.collector import Collector
 
 
 class FakeClock:
-    """Stands still until told."""
+    """A clock that stands still until a test moves it."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -67,7 +67,7 @@ def eventually(condition: Callable[[], object], *, within_s: float = 2.0, what: 
 
 
 def as_uid(uid: Callable[[], int]) -> Callable[..., credentials.Peer]:
-    """A `peer_of` by which whoever connects now is of `uid()`."""
+    """Makes a `peer_of` that gives every new connection the uid `uid()`."""
 
     def peer_of(connection, **more):
         peer = credentials.peer_of(connection, **more)

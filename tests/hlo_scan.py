@@ -79,7 +79,7 @@ def entry_name(text: str) -> str:
 
 
 def outside_loops(text: str) -> list[Instruction]:
-    """The instructions of the entry and of what it calls, but for the bodies of loops."""
+    """Yields the instructions of the entry and of computations it calls, except bodies of loops."""
     every = computations(text)
     todo, seen, found = [entry_name(text)], set(), []
     while todo:

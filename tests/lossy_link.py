@@ -1,4 +1,4 @@
-"""A cable between two network namespaces that loses and delays packets as it is told.
+"""A cable between two network namespaces that loses and delays packets on command.
 
     python lossy_link.py NAMESPACE_A NAMESPACE_B
 

@@ -66,8 +66,9 @@ def accumulated_outside(layers: Sequence[Any], params: list[Any], batches: jax.A
 
 
 def one_forward_one_backward(layers: Sequence[Any], params: list[Any], batches: jax.Array) -> Any:
-    """1F1B: a microbatch's backward pass comes after the next one's forward pass, so that two are
-    in flight, each on a handle of its own."""
+    """1F1B: a microbatch's backward pass follows the next one's forward pass, so that two are in
+    flight, each on its own handle.
+    """
     total: Any = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
     waiting: list[Any] = []
 

@@ -100,7 +100,7 @@ def capacity_of(case: cases.Case, layer: EpLayer) -> int:
 
 
 def spec_hint(case: cases.Case) -> PartitionSpec | None:
-    """What a traced call must be told where tokens lie on dims 0 and 1."""
+    """Returns the options a traced call needs if tokens are sharded on dims 0 and 1."""
     if case.split is None:
         return None
     return PartitionSpec(*(names or None for names in case.split[:2]))

@@ -311,7 +311,7 @@ class _Reloading:
 async def serve(
     settings: config.ServerConfig, log: log_lines.LogWriter, reloading: _Reloading | None = None
 ) -> None:
-    """Runs a daemon until it is told to end. Raises what Daemon.start raises."""
+    """Runs a daemon until an order or a signal ends it. Raises what Daemon.start raises."""
     from ep_runtime_server.daemon import Daemon  # imported late, because --help does not need it
 
     daemon = Daemon(settings, stored_fds=systemd.stored_fds(*env.stored_fds()))

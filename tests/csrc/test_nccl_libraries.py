@@ -48,8 +48,9 @@ def test_a_library_of_another_abi_is_refused(tmp_path):
 
 @pytest.mark.parametrize("extra", ["cuda12", "cuda13"])
 def test_the_library_of_each_extra_is_loaded_and_gives_ids(extra):
-    """NCCL's own wheel, without a GPU; beside the other extra's by `pip install --target FOLDER
-    nvidia-nccl-cu12` and PYTHONPATH=FOLDER."""
+    """Tests NCCL's own wheel without a GPU. Install the other CUDA version's by `pip install
+    --target FOLDER nvidia-nccl-cu12`, and set PYTHONPATH=FOLDER.
+    """
     wheel = "nvidia-nccl-cu" + extra.removeprefix("cuda")
     try:
         installed = importlib.metadata.distribution(wheel)

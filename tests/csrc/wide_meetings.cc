@@ -21,7 +21,7 @@ int main(int, char** argv) {
   const int ranks = std::atoi(argv[1]);
   const int64_t bytes = ControlBytes(ranks, /*lanes=*/1);
   std::vector<Control> board(bytes / sizeof(Control) + 1);  // zeros, like a new board
-  board.back().owner = 1234567;                             // behind the board
+  board.back().owner = 1234567;                             // memory after the board
   board[0].ranks = static_cast<uint32_t>(ranks);
   board[0].lanes = 1;
   const Word64 poison{0};

@@ -186,7 +186,7 @@ class Measurement:
                 self.note("all are back: from the last connect", ended - connected)
 
     def quiet(self, processes: int, ends: float) -> None:
-        """Kills nobody until `ends`."""
+        """Runs without kills until `ends`."""
         how = {"TEST_COMPILES": str(COMPILES), "JAX_ENABLE_COMPILATION_CACHE": "false"}
         with self.job(processes=processes, **how) as job:
             self.first_steps(list(job.workers))

@@ -205,14 +205,17 @@ def check_losses(place: Path, alone: dict[int, float]) -> None:
 
 
 def aborted(worker: launch.Worker) -> bool:
-    """Whether gloo has ended the process: it aborts if a peer, after a loss, sends what belongs to
-    another collective. The job goes on without it."""
+    """Whether gloo ended the process: after a loss, it aborts if a peer sends data of another
+    collective. The job continues without the process.
+    """
     return worker.ended and "gloo::EnforceNotMet" in worker.log.read_text(errors="replace")
 
 
 def meet(live: list[launch.Worker], said: dict[int, Any], devices: int = 1) -> int:
-    """Waits until all live processes have done a step together, each with so many devices; how
-    many gloo has ended meanwhile, which are taken out. `said` has what each told last."""
+    """Waits until all live processes have done a step together, with that many devices each.
+    Removes processes that gloo has ended, and returns how many. `said` holds the last report of
+    each.
+    """
     before, ends = len(live), time.monotonic() + HANG_S
     while late := [worker for worker in live if not _with(said, worker, len(live) * devices)]:
         for worker in [each for each in live if aborted(each)]:

@@ -29,7 +29,7 @@ BLOCKS = [block for page in doc_pages.PAGES for block in doc_pages.blocks(page)]
 
 
 def pages(language: str) -> list[Path]:
-    """Pages with a block of that language that runs; examples of docstrings go on from START."""
+    """Pages with a block of that language that runs; examples of docstrings continue from START."""
     found = {block.page for block in BLOCKS if block.runs and block.language == language}
     return sorted(found - {run_examples.START})
 

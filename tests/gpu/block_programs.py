@@ -126,7 +126,7 @@ def poison(like: Any) -> None:
 
 def assert_as_near(got: Any, composed: Any, exact: Any, dtype: Any) -> None:
     """Checks that errors' root mean squares are at most slightly above the composed body's."""
-    more = 2e-3 if jnp.dtype(dtype).itemsize == 2 else 1e-4  # tf32 has 10 bits behind the point
+    more = 2e-3 if jnp.dtype(dtype).itemsize == 2 else 1e-4  # tf32 has 10 fraction bits
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(exact)]
     for path, *each in zip(paths, *map(jax.tree.leaves, (got, composed, exact)), strict=True):
         mine, theirs, true = (np.asarray(x, np.float64) for x in each)

@@ -1,4 +1,4 @@
-"""MaxText's own expert paths beside ours: ms a step and memory, in one run.
+"""Compares MaxText's own expert paths with ours: ms a step and memory, in one run.
 
     PYTHONPATH=tests python tests/integrations/maxtext_figures.py --maxtext FILE
 
@@ -117,7 +117,7 @@ class Machine(NamedTuple):
 
     @classmethod
     def found(cls, wanted: int | None) -> Machine:
-        """What JAX sees, by a process of its own; this one must hold no device.
+        """Returns the devices that JAX sees in a separate process, because this one must hold none.
 
         Raises:
             ValueError: more GPUs wanted than there are.
@@ -213,7 +213,7 @@ def run(
     environment: Mapping[str, str],
     limit_s: float,
 ) -> dict[str, Any]:
-    """One path in a process of its own; its words go to a file beside its result."""
+    """Runs one path in a separate process; its output goes to a file next to its result."""
     result = out / "result.json"
     words = [f"{name}={value}" for name, value in settings.items()]
     inherited = {name: value for name, value in os.environ.items() if name != _OLD_NAME}

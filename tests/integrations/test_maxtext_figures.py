@@ -1,4 +1,4 @@
-"""MaxText's paths can be measured beside ours, and a path that fails says why.
+"""MaxText's paths and ours are measured in one run, and a path that fails reports why.
 
 The run itself is by command, as in test_maxtext.py.
 """

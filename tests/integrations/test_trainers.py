@@ -48,7 +48,7 @@ def test_lines_are_those_that_the_page_says() -> None:
 
 
 def last_line(**settings: Any) -> Any:
-    """The JSON that the script prints last, in a process of its own: each step's loss, mostly."""
+    """Runs the script in a separate process; returns its last JSON line: mostly the losses."""
     how = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": EIGHT_DEVICES}
     done = run_python(SCRIPT, json.dumps({**COMMON, **settings}), limit_s=RUN_TIMEOUT_S, **how)
     return json.loads(done.stdout.splitlines()[-1])
@@ -95,7 +95,7 @@ def test_lines_of_equinox_are_those_that_the_page_says() -> None:
 
 
 def losses(library: str, dtype: str, experts: str) -> list[float]:
-    """Every step's loss, of a process of its own; no warning may come up in it."""
+    """Returns every step's loss of a script in a separate process, which may not warn."""
     words = ("-W", "error", str(EQUINOX_SCRIPT), library, dtype, experts)
     done = run_python(*words, limit_s=RUN_TIMEOUT_S, JAX_PLATFORMS="cpu")
     found: list[float] = json.loads(done.stdout.splitlines()[-1])

@@ -136,7 +136,9 @@ def places(tokens: jax.Array) -> dict[str, Any]:
 
 
 def replay(settings: dict[str, Any]) -> dict[str, Any]:
-    """One step of GRPO on rollouts of an older policy, beside all experts on every token."""
+    """Runs one step of GRPO on rollouts of an older policy, and one with experts
+    computed densely.
+    """
     names = {**globals(), **page_names()}
     for block in doc_pages.blocks(REPLAY):
         if "class MoELayer" in block.code:

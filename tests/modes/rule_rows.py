@@ -1,4 +1,4 @@
-"""The table of the sharding rules as data: where weights lie, and what moves."""
+"""The table of the sharding rules as data: how weights are sharded, and which arrays move."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Programs:
         return compiled, compiled(self.params)
 
     def specs8(self, params8: Any) -> Any:
-        """How quantized weights lie: as the weights, scales along."""
+        """Quantized weights are sharded like the weights, and so are their scales."""
 
         def each(q: Any, spec: P) -> Any:
             return jax.tree.map(lambda x: P(*spec[: x.ndim]), q)

@@ -206,7 +206,7 @@ def test_scan_over_layers_with_remat_and_donated_weights(make_group: MakeGroup) 
 def test_a_weight_of_unknown_layout_leaves_the_process(
     make_group: MakeGroup, caplog: pytest.LogCaptureFixture, partitioning: str, recipe: Any
 ) -> None:
-    """Exported as a shard_map, which is said once; a serialized executable is what was compiled."""
+    """Exports as a shard_map, with one warning; a serialized executable is the compiled program."""
     roles.say_once.cache_clear()
     caplog.set_level(logging.WARNING, "ep_runtime")
     layer = layer_of(make_group, partitioning=partitioning)

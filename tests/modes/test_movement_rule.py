@@ -1,4 +1,4 @@
-"""Movement by custom_partitioning beside its shard_map, and the block's weights under plain jit."""
+"""Movement by custom_partitioning and by shard_map, and the block's weights under plain jit."""
 
 from __future__ import annotations
 

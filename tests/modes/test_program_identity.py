@@ -153,7 +153,7 @@ def _train_step(make_group: fakes.MakeGroup) -> Any:
 
 
 def child(task: str, *arguments: str) -> Any:
-    """What stored_child.py prints for a task, in a process of its own."""
+    """Returns the output of stored_child.py for a task, in a separate process."""
     here = Path(__file__).parent
     path = f"{os.environ['PYTHONPATH']}{os.pathsep}{here}"
     done = run_python(here / "stored_child.py", task, *arguments, PYTHONPATH=path)
@@ -281,7 +281,7 @@ def test_stored_programs_run_in_a_process_that_never_traced_them(
 
 
 def test_the_persistent_cache_hits_for_the_same_spec_alone(tmp_path: Path) -> None:
-    """Programs of equal shapes but of other specs are compiled anew, and all values are right."""
+    """Programs of equal shapes but different specs are compiled again, and all values are right."""
     first, second = (child("cache", str(tmp_path / "cache")) for _ in range(2))
     texts = [run["texts"] for run in first]
     assert [run["texts"] for run in second] == texts

@@ -140,7 +140,7 @@ def test_eager_blocks_transfer_nothing_of_the_users(make_group: fakes.MakeGroup)
 def test_a_rule_traces_under_the_contexts_of_its_program(
     make_group: fakes.MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """XLA asks on a thread of its own, where `jax.enable_x64` set nothing: f64 rows became f32."""
+    """XLA asks on its own thread, where `jax.enable_x64` set nothing: f64 rows became f32."""
     seen: set[tuple[Any, ...]] = set()
     answer = jax_internals.answer
 

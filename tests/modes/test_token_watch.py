@@ -1,4 +1,4 @@
-"""Tokens that lie over an axis which their group does not name are not gathered in silence."""
+"""Warns before gathering tokens that are sharded over an axis that their group does not name."""
 
 from __future__ import annotations
 

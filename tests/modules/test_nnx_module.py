@@ -269,7 +269,7 @@ def test_calls_move_the_state_of_a_delayed_recipe_unless_the_block_evaluates(
 
 
 def test_a_scan_with_remat_moves_each_layers_state_once(make_group: fakes.MakeGroup) -> None:
-    """On Explicit axes, where states lie whole and gradients as their weights."""
+    """On Explicit axes states are replicated, and gradients are sharded like their weights."""
     mesh, depth = fakes.mesh_of({"fsdp": 2, "ep": 2}, explicit=True), 2
     rules = ep.sharding.rules("shard-exp-on-fsdp").on(mesh)
     group = make_group(mesh=mesh, **rules.group_axes(mesh), transport="memfd", num_experts=EXPERTS)

@@ -167,7 +167,7 @@ class Model(nnx.Module):
 
 
 class Manager:
-    """qwix's interception_manager."""
+    """Stands for qwix's interception_manager."""
 
     def __init__(self) -> None:
         self.enabled = [1, 2]

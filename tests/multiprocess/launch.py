@@ -260,7 +260,7 @@ class Job:
         assert codes == [0] * self.processes, f"exit codes {codes}"
 
     def end(self) -> None:
-        """Lets every process go on from where it hears, to its end."""
+        """Lets every process continue from where it waits for a line, to its end."""
         self.tell()
         self.finish()
 
@@ -273,7 +273,7 @@ class Job:
 
 
 def run(script: str, *, processes: int, devices: int, **environment: str) -> list[Any]:
-    """Runs a job to its end; what each process said last."""
+    """Runs a job to its end; returns each process's last line."""
     with Job(script, processes=processes, devices=devices, **environment) as job:
         said = job.heard()
         job.finish()

@@ -21,7 +21,7 @@ TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-2, "float16": 6e-3}
 
 
 def run_case(session: Any, case: cases.Case, nodes: int) -> None:
-    """One case in a group of its own; every process sees every value."""
+    """Runs one case in its own group; every process sees every value."""
     case = cases.fitted(case, len(jax.devices()))
     settings = dict(case.group_settings)
     axes = settings.pop("axes")

@@ -207,7 +207,7 @@ def test_counters_and_the_kernel_agree_on_what_is_held(daemon):
     client = daemon.client()
     group = client.create(make_spec()).group
     assert daemon.status().pools[0].num_buffers == 3
-    # Python's mmap of the board keeps a descriptor of its own.
+    # Python's mmap of the board keeps its own descriptor.
     assert (memfds(), mapped_boards()) == (others[0] + 3 + 1, others[1] + 1)
     client.close_group(group)
     eventually(lambda: (memfds(), mapped_boards()) == others)

@@ -118,7 +118,7 @@ MENDED = {
         ),
         (),
     ),
-    # Another process of the node claims one that nobody has.
+    # Another process of the node claims an unclaimed rank.
     "a spec is told elsewhere though somebody has a rank of those who come with it": Schedule(
         *(7238, ABC, 4, "xla", 0.0),
         (

@@ -1,4 +1,4 @@
-"""NCCL unique ids: one set per generation of a group, on one node and over two, then gone."""
+"""NCCL unique ids: one set per generation of a group, on one node and over two, until used."""
 
 from __future__ import annotations
 

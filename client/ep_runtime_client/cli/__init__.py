@@ -136,7 +136,7 @@ def _run(name: str, words: list[str]) -> int:
         render.err(f"ep-runtime {name}: {error}")
         return exit_code(error)
     except BrokenPipeError:
-        # The reader of our output is gone; make Python's flush at exit succeed.
+        # The reader of our output has closed it; make Python's flush at exit succeed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except KeyboardInterrupt:

@@ -35,8 +35,8 @@ from ep_runtime_client.daemons.addresses import (
 )
 
 _log = logging.getLogger("ep_runtime")
-# A node's daemon outlives its last client by this time: a job's processes end one after the other,
-# and the next one may have found the daemon but not said hello yet.
+# A node's daemon outlives its last client by this time, because a job's processes end one after
+# another, and the next process may have found the daemon but not said hello yet.
 _IDLE_EXIT_S = 5
 
 

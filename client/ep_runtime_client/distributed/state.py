@@ -178,7 +178,7 @@ class State:
                 held.forget_uncommitted()
 
     def _layout_of(self, leaves: Mapping[str, Any]) -> Layout:
-        """The layout, computed once for arrays alike."""
+        """The layout, computed once for equal arrays."""
         import jax
 
         key = tuple((n, x.shape, x.dtype, x.sharding) for n, x in leaves.items())

@@ -218,7 +218,8 @@ def _map(
     platform = native.PLATFORMS[spec.transport]
     if spec.transport == "memfd":
         keep_freed_memory()
-    # Not when an op is first traced, because exported programs and stored executables never trace.
+    # Register here and not when an op is first traced, because exported programs and stored
+    # executables never trace.
     ffi.ensure_registered(platform)
     found = {int(item.world_rank): fd for item, fd in memory.of(range(-1, spec.world_size))}
     if sorted(found) != [-1, *here]:

@@ -163,7 +163,7 @@ class GroupHealth:
             end.error.raise_again(layer)
 
     def require_open(self, layer: str | None) -> None:
-        """As `require_whole`; also raises StaleHandleError if closed or unknown to the daemon."""
+        """Like `require_whole`; also raises StaleHandleError if closed or unknown to the daemon."""
         self.require_whole(layer)
         if self.closed or self._lapsed is not None:
             why = "was closed" if self.closed else f"is gone: {self._lapsed}"

@@ -68,7 +68,7 @@ class HeldGroup:
     def register_layers(
         self, layers: Iterable[layer_specs.LayerSpec], *, replace: bool, call: str
     ) -> list[EpLayer]:
-        """As `Group.register_layers`; errors under tracing name `call`."""
+        """Like `Group.register_layers`; errors under tracing name `call`."""
         layers = list(layers)
         for layer in layers:
             if not isinstance(layer, layer_specs.LayerSpec):
@@ -88,7 +88,7 @@ class HeldGroup:
     def register_stack(
         self, layer: layer_specs.LayerSpec, num_layers: int, *, replace: bool
     ) -> LayerStack:
-        """As `Group.register_layer_stack`."""
+        """Like `Group.register_layer_stack`."""
         name, filled = layer.name, layer_specs.check_layer(self.spec, layer)
         with self._lock:
             self.require_open()
@@ -101,7 +101,7 @@ class HeldGroup:
         return stack
 
     def layer(self, name: str) -> EpLayer | LayerStack:
-        """As `Group.layer`."""
+        """Like `Group.layer`."""
         with self._lock:
             self.require_open()
             found = self._registrations.lookup(name)
@@ -153,7 +153,7 @@ class HeldGroup:
         self._registrations.require_current(layer)
 
     def check(self, arrays: Any) -> Any:
-        """As `Group.check`."""
+        """Like `Group.check`."""
         if arrays is not None:
             import jax  # not at the top: a control plane runs without JAX
 
@@ -171,7 +171,7 @@ class HeldGroup:
         return arrays
 
     def describe(self) -> dict[str, Any]:
-        """As `Group.describe`."""
+        """Like `Group.describe`."""
         with self._lock:
             layers = self._registrations.describe()
         return {
@@ -266,7 +266,7 @@ class HeldGroup:
         return self.client.is_ours
 
     def close(self) -> None:
-        """As `Group.close`."""
+        """Like `Group.close`."""
         self.settle()
         if self._shut():
             forming.leave(self.client, self.name, self.generation, self.native_group)

@@ -138,7 +138,7 @@ class LoadAndSkew:
         return bool((row["job"], row["generation"]) == (self._client.job, self._generation))
 
     def load(self) -> GroupLoad:
-        """As `Group.load`."""
+        """Like `Group.load`."""
         import numpy as np
 
         from ep_runtime_client.readers import figures, tallies
@@ -167,7 +167,7 @@ class LoadAndSkew:
         return GroupLoad(layers, computed, _missing(seen))
 
     def skew(self) -> GroupSkew:
-        """As `Group.skew`."""
+        """Like `Group.skew`."""
         from ep_runtime_client.readers import figures, tallies
 
         with self._lock:

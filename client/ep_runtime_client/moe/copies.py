@@ -80,7 +80,7 @@ def balanced(demand: jax.Array, ranks: int, spare: int) -> Copies:
     offset = before_taker - rows_at(before_giver, of_taker)
     start = jnp.concatenate([offset, jnp.zeros_like(over)])
     size = jnp.concatenate([taken - before_taker, over])
-    # A giver's largest experts are given first.
+    # A giver gives its largest experts first.
     source = rows_at(giver, place)
     order = jnp.argsort(-own, 1, stable=True).astype(jnp.int32)
     end_of = jnp.cumsum(jnp.take_along_axis(own, order, 1), 1, dtype=jnp.int32)

@@ -104,7 +104,7 @@ def weighted(
         weights_at = (
             "hidden" if on_gpu and activation_kernels.supports(block.activation) else "output"
         )
-    # Weights must multiply a bias of wo too, so with one they are applied in combine.
+    # A bias of wo must be weighted too, so weights are applied in combine if there is one.
     return "output" if weights_at == "hidden" and params.wo_bias is not None else weights_at
 
 

@@ -75,15 +75,15 @@ class GroupBesideNccl(native.OpenGroup):
     beside: Beside
 
     def end(self, why: EpRuntimeError) -> None:
-        """As `native.OpenGroup`."""
+        """Like `native.OpenGroup`."""
         self.beside.end(why)
 
     def restored(self, control: transport.ControlChannel) -> None:
-        """As `native.OpenGroup`."""
+        """Like `native.OpenGroup`."""
         self.beside.tell(control)
 
     def stop_making(self) -> None:
-        """As `native.OpenGroup`."""
+        """Like `native.OpenGroup`."""
         self.beside.stop_making()
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ class GroupWithNccl(native.OpenGroup):
     watch: Watch | None = None
 
     def add_layers(self, layers: Sequence[native_abi.LayerStruct]) -> None:
-        """As `native.OpenGroup`; also registers the layers for calls between nodes."""
+        """Like `native.OpenGroup`; also registers the layers for calls between nodes."""
         super().add_layers(layers)
         self.nccl.add_layers(layers)
 
@@ -57,7 +57,7 @@ class GroupWithNccl(native.OpenGroup):
         return self.nccl.check() if found is None else found
 
     def end(self, why: errors.EpRuntimeError) -> None:
-        """As `native.OpenGroup`; also ends NCCL's calls, which would wait for a lost rank."""
+        """Like `native.OpenGroup`; also ends NCCL's calls, which would wait for a lost rank."""
         self.nccl.abort(why)
 
     def restored(self, control: transport.ControlChannel) -> None:
@@ -250,7 +250,7 @@ def report(control: transport.ControlChannel, ranks: nccl.Ranks, version: str, e
     )
     try:
         control.call(control.nccl.ReportCommunicators, request)
-    except errors.EpRuntimeError as failed:  # a group that is gone needs no report
+    except errors.EpRuntimeError as failed:  # a group that has ended needs no report
         _log.debug("group %r: NCCL not reported: %s", ranks.name, failed)
 
 

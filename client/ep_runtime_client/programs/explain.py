@@ -192,7 +192,7 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 
 def explain_text(text: str) -> Explanation:
-    """As `explain`, for the text of a compiled program."""
+    """Like `explain`, for the text of a compiled program."""
     program = _Program(text)
     ours, others = [], 0
     for item in program.instructions.values():

@@ -45,7 +45,7 @@ class Changes:
         deadline = asyncio.get_running_loop().time() + wait_s
         while not done():
             try:
-                # Not wait_for, which before Python 3.12 can lose a cancellation during a change.
+                # Avoid wait_for, which before Python 3.12 can lose a cancellation during a change.
                 async with asyncio.timeout_at(deadline):
                     await self.next.wait()
             except TimeoutError:

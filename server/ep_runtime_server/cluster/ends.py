@@ -148,7 +148,9 @@ class Ends:
             self._start(self._send(place, owner, epoch))
 
     def _tell_rest(self, words: list[_Word], unheard: Set[str], owner: Owner, epoch: int) -> None:
-        """Tells nodes that the coordinator has not told, and does not ask it again."""
+        """Sends ends to nodes that have not got them from the coordinator, and does not ask it
+        again.
+        """
         for word in words:
             word.unheard.difference_update(word.asked - unheard)
             for node in sorted(word.asked & unheard):

@@ -112,7 +112,8 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
                 raise
             task.uncancel()
             text = _waits.get(lambda: f"before it answered {method.rpartition('/')[2]}")()
-            # Without fields, so that clients treat the daemon as gone and look for the next one.
+            # The error has no fields, so that clients treat the daemon as ended and look for the
+            # next one.
             raise RuntimeUnavailableError(f"the daemon ended {text}") from None
         finally:
             self._under_way.discard(task)

@@ -30,7 +30,7 @@ namespace ffi = xla::ffi;
 
 using OpFn = Status (*)(const CallFrame&, CallContext);
 constexpr uint64_t kFingerprint = 77;
-constexpr int kFailsEvery = 16;  // a round with an error in so many
+constexpr int kFailsEvery = 16;  // one round in so many gets wrong operands
 constexpr int64_t kCloseNs = 20'000'000'000;
 
 [[noreturn]] void Die(const std::string& why) {
@@ -55,7 +55,7 @@ struct Words {
   }
 };
 
-// One operand or result in memory of its own, exactly as long as the array.
+// One operand or result in separate memory, exactly as long as the array.
 struct Array {
   std::vector<int32_t> words;
   Buffer buffer;

@@ -23,7 +23,7 @@ struct BlockShape {
   bool one_rank = false;  // all slots go to the first rank's experts
   ec::GemmScaling scaling = ec::GemmScaling::kNone;
   RowType type = RowType::kBF16;  // or kF32
-  // Less: calls run in chunks whose sums fit so many rows of a lane, as between nodes.
+  // If smaller, calls run in chunks whose sums fit this many rows of a lane, as between nodes.
   int lane_rows = INT32_MAX;
 
   int64_t element_bytes() const { return ElementBytes(type); }

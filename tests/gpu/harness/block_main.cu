@@ -329,7 +329,7 @@ double Time(World& world, bool graphs, const std::function<void(int)>& enqueue) 
   if (graphs) replayed = Capture(world, repeat);
   std::vector<double> times;
   for (int i = 0; i <= kRepeats; ++i) {
-    // Enqueue it behind others, so that the time has no host launches.
+    // Enqueue it after other graphs, so that the time has no host launches.
     for (int pass = 0; pass < 2; ++pass) {
       for (int r = 0; r < n; ++r) {
         world.Use(r);

@@ -178,7 +178,7 @@ class CaseRunner {
   }
 
   const RankData& data(int rank) const { return data_[rank]; }
-  // Counts arrays of a rank that something was written behind.
+  // Counts arrays of a rank that were written past their end.
   int CountOverruns(int rank) const {
     world_.Use(rank);
     const RankData& d = data_[rank];

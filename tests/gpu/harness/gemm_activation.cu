@@ -19,7 +19,7 @@ class Memory {
   Memory& operator=(const Memory&) = delete;
 
   void Poison() { CHECK_CUDA(cudaMemset(data_, 0xFF, bytes_ + 16)); }
-  // Words of 4 bytes, with 4 words behind the array, which nobody may write.
+  // Words of 4 bytes, with 4 words after the array, which must not be written.
   std::vector<uint32_t> Read() const {
     std::vector<uint32_t> words(bytes_ / 4 + 4);
     CHECK_CUDA(cudaMemcpy(words.data(), data_, words.size() * 4, cudaMemcpyDeviceToHost));

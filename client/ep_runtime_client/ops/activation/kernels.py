@@ -55,7 +55,7 @@ def forward(
     row_weights: jax.Array | None,
     group_sizes: jax.Array,
 ) -> jax.Array:
-    """As `plain.forward`, but rows past the last zone are undefined."""
+    """Like `plain.forward`, but rows past the last zone are undefined."""
     rows = math.prod(hidden.shape[:2])
     result = jax.ShapeDtypeStruct((rows, width_of(static, hidden)), hidden.dtype)
     sizes = kernels_serve.sizes_of(group_sizes)
@@ -71,7 +71,7 @@ def pullback(
     group_sizes: jax.Array,
     grad: jax.Array,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """As `plain.pullback`. The gradient of hidden reuses hidden's memory."""
+    """Like `plain.pullback`. The gradient of hidden reuses hidden's memory."""
     rows = math.prod(hidden.shape[:2])
     given = (hidden.reshape(rows, -1), weights_of(row_weights))
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given)

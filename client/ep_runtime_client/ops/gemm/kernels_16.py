@@ -82,7 +82,7 @@ def forward(
     bias: jax.Array | None,
     group_sizes: jax.Array,
 ) -> jax.Array:
-    """As `plain.forward`, but rows past the last group are undefined."""
+    """Like `plain.forward`, but rows past the last group are undefined."""
     kernels, *up = kernel_weights.taken(rhs, cast)
     rows = _cast(lhs, cast).reshape(-1, lhs.shape[-1])
     columns = math.prod(rhs.shape[2:])
@@ -112,7 +112,7 @@ def data_grad(
     rhs: jax.Array | Pair,
     group_sizes: jax.Array,
 ) -> jax.Array:
-    """As `plain.data_grad`; rows past the last group are undefined unless cleared."""
+    """Like `plain.data_grad`; rows past the last group are undefined unless cleared."""
     kernels, *up = kernel_weights.taken(rhs, cast)
     rows = _cast(grad, cast).reshape(-1, math.prod(rhs.shape[2:]))
     shape = (rows.shape[0], rhs.shape[1])
@@ -132,7 +132,7 @@ def weight_grad(
     grad: jax.Array,
     group_sizes: jax.Array,
 ) -> jax.Array | Pair:
-    """As `plain.weight_grad`; sums are f32 and rounded once."""
+    """Like `plain.weight_grad`; sums are f32 and rounded once."""
     rows = _cast(lhs, cast).reshape(-1, lhs.shape[-1])
     grads = _cast(grad, cast).reshape(rows.shape[0], -1)
 

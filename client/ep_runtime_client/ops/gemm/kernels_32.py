@@ -65,7 +65,7 @@ def weight_grad(
     grad: jax.Array,
     group_sizes: jax.Array,
 ) -> jax.Array | Pair:
-    """As `plain.weight_grad`; sums are f32 and rounded once."""
+    """Like `plain.weight_grad`; sums are f32 and rounded once."""
     del cast  # operands are always cast to f32
     lead, sizes = group_sizes.ndim, sizes_of(group_sizes)
     slab_rows = lhs.shape[lead - 1]

@@ -123,7 +123,7 @@ def forward(
     bias: jax.Array | None,
     group_sizes: jax.Array,
 ) -> jax.Array:
-    """As `plain.forward`, but rows past the last group are undefined."""
+    """Like `plain.forward`, but rows past the last group are undefined."""
     del cast  # only arrays are cast
     if not _on_gpu(lhs).rows:
         rows, kernel = _wide_rows(lhs, group_sizes), _wide_kernel(rhs)
@@ -152,7 +152,7 @@ def data_grad(
     rhs: QuantizedTensor,
     group_sizes: jax.Array,
 ) -> jax.Array:
-    """As `plain.data_grad`; rows past the last group are undefined unless cleared."""
+    """Like `plain.data_grad`; rows past the last group are undefined unless cleared."""
     del cast  # only arrays are cast
     if not _on_gpu(rhs).rows:
         wide = _wide_rows(grad, group_sizes), _wide_kernel(rhs, columns=True)
@@ -199,7 +199,7 @@ def weight_grad(
     grad: QuantizedTensor,
     group_sizes: jax.Array,
 ) -> jax.Array | Pair:
-    """As `plain.weight_grad`; sums are f32 and rounded once."""
+    """Like `plain.weight_grad`; sums are f32 and rounded once."""
     del cast  # only arrays are cast
     if not _on_gpu(lhs).columns:
         left, right = (_wide_rows(x, group_sizes, columns=True) for x in (lhs, grad))
@@ -237,7 +237,7 @@ def _transposed_rows(x: QuantizedTensor, group_sizes: jax.Array) -> tuple[jax.Ar
 
 
 def _requantized_rows(x: QuantizedTensor, group_sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As `_transposed_rows`, but quantized again in blocks of 128 x 128.
+    """Like `_transposed_rows`, but quantized again in blocks of 128 x 128.
 
     Scales are [S * padded rows / 128, W / 128].
     """

@@ -32,7 +32,7 @@ def supports(product: Product) -> bool:
 
 
 def bias_grad(experts: int, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """As `plain.bias_grad`: f32 [G, *N']."""
+    """Like `plain.bias_grad`: f32 [G, *N']."""
     lead = group_sizes.ndim
     rows = grad.reshape(math.prod(grad.shape[:lead]), -1)
     result = jax.ShapeDtypeStruct((experts, rows.shape[1]), jnp.float32)

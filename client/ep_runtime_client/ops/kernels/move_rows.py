@@ -49,12 +49,12 @@ def supports_scaled(dtype: Any, data: jax.Array, places: jax.Array) -> bool:
 
 
 def copied(slots: int, values: jax.Array, source: jax.Array) -> jax.Array:
-    """As `permutation.rows.copied`."""
+    """Like `permutation.rows.copied`."""
     return _gathered(slots, values, source, None, None)[0]
 
 
 def weighed(slots: int, grads: jax.Array, source: jax.Array, weights: jax.Array) -> jax.Array:
-    """As `permutation.rows.weighed` with weights."""
+    """Like `permutation.rows.weighed` with weights."""
     return _gathered(slots, grads, source, weights, None)[0]
 
 
@@ -86,7 +86,7 @@ def spread(
 
 
 def summed(rows: jax.Array, slot_row: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """As `permutation.rows.summed`."""
+    """Like `permutation.rows.summed`."""
     result = jax.ShapeDtypeStruct((slot_row.shape[0], rows.shape[1]), rows.dtype)
     given = jnp.zeros((0, 0), jnp.float32) if weights is None else weights.astype(jnp.float32)
     (total,) = kernels_serve.call(TARGETS[1], (result,), (slot_row, rows, given))

@@ -65,7 +65,8 @@ class RowBlock:
         )
 
     def _chosen(self, here: jax.Array, elsewhere: jax.Array) -> jax.Array:
-        # Not jnp.where, which adds a function to the program that is lowered and inlined per call.
+        # Avoid jnp.where, which adds a function to the program that is lowered and inlined per
+        # call.
         valid = lax.broadcast_in_dim(self.valid, here.shape, (0,))
         return lax.select(valid, here, elsewhere)
 

@@ -16,7 +16,7 @@ from ep_runtime_client.ops.kernels.ffi import bound, once, register_for_gpus
 from ep_runtime_client.ops.tracing.varying import spread_over, varied_axes
 
 VECTOR_BYTES = 16  # bytes of one load; the bytes of a row are a multiple
-CONVERTED_MULTIPLE = 8  # divides the last dim: one lane converts so many values to 8 bits or back
+CONVERTED_MULTIPLE = 8  # divides the last dim: one lane converts this many values
 MAX_GROUPS = 1024  # of one slab
 MAX_SLABS = 65535
 Result = TypeVar("Result")
@@ -43,7 +43,7 @@ def gpus() -> tuple[str, ...] | None:
 
 
 def multiplying_gpus() -> tuple[str, ...] | None:
-    """As `gpus`, for matmul kernels."""
+    """Like `gpus`, for matmul kernels."""
     found = gpus()
     return found if found is not None and {*found} <= {PRODUCTS} else None
 

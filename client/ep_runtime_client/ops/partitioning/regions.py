@@ -103,7 +103,7 @@ def of_layer(
 def of_opened(
     static: EpLayer, mesh: Mesh, operands: Sequence[Any], *, known: bool, slabs: bool = False
 ) -> Partitioning:
-    """As `of_layer`, for a layer that is already open."""
+    """Like `of_layer`, for a layer that is already open."""
     group = static.group_spec
     manual = manual_axes(group)
     owner = f"layer {static.name!r}"

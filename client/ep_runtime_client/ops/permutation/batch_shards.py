@@ -121,7 +121,7 @@ def find(spec: Spec | None, dims: int, operands: Sequence[Any]) -> BatchShards:
 
 
 def find_rows(spec: Spec | None, *operands: Any) -> BatchShards:
-    """As `find`, for arrays whose dim 0 is sharded alike; other dims stay as they are."""
+    """Like `find`, for arrays with equal sharding of dim 0; other dims stay as they are."""
     if spec is not None:
         entries = spec.spec if isinstance(spec, NamedSharding) else spec
         short = PartitionSpec(*entries[:1])

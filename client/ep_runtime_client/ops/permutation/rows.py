@@ -33,7 +33,7 @@ def copied(values: jax.Array, source: jax.Array, slots: int) -> jax.Array:
 
 
 def placed(values: jax.Array, arrays: PermutationArrays) -> jax.Array:
-    """As `copied`, for the rows of a plan [T, S]."""
+    """Like `copied`, for the rows of a plan [T, S]."""
     slots = arrays.slot_row.shape[1]
     if slots == 1:
         return copied(values, arrays.source, slots)
@@ -49,7 +49,7 @@ def placed(values: jax.Array, arrays: PermutationArrays) -> jax.Array:
 
 
 def gathered(values: jax.Array, source: jax.Array, slots: int) -> jax.Array:
-    """As `copied`, with XLA's own ops on every platform."""
+    """Like `copied`, with XLA's own ops on every platform."""
     if not values.size:
         zeros = jnp.zeros((source.shape[0], *values.shape[1:]), values.dtype)
         return like(like(zeros, values), source)

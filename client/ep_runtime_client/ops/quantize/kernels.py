@@ -69,12 +69,12 @@ def supports(x: jax.Array, group_sizes: jax.Array | None, *, transposed: bool = 
 
 
 def group_amax(experts: int, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """As `plain.group_amax`, but per expert: f32 [experts]."""
+    """Like `plain.group_amax`, but per expert: f32 [experts]."""
     return _amax(experts, *_rows(x, group_sizes))
 
 
 def kernel_amax(w: jax.Array) -> jax.Array:
-    """As `plain.kernel_amax`."""
+    """Like `plain.kernel_amax`."""
     return _amax(w.shape[0], *_kernels(w))
 
 

@@ -62,7 +62,7 @@ def balance(
     counted: jax.Array | None,
     axis_name: str | Sequence[str] | None,
 ) -> jax.Array:
-    """As `aux_loss`, for a routing without masked tokens; `counted` is None if all are counted."""
+    """Like `aux_loss`, for a routing without masked tokens; `counted` None counts all."""
     assert routing.probs is not None
     probs = routing.probs.astype(jnp.float32)
     experts, top_k = probs.shape[-1], routing.topk_idx.shape[-1]

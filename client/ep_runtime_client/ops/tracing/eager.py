@@ -37,7 +37,7 @@ def settled(
     *operands: Any,
     traced: Callable[..., Any] | None = None,
 ) -> Any:
-    """As `run`, for calls in which other ranks take part: waits for concrete results.
+    """Like `run`, for calls in which other ranks take part: waits for concrete results.
 
     Raises:
         EpRuntimeError: the program failed with one of our errors; raised as its class.

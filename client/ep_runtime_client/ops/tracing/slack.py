@@ -24,7 +24,7 @@ def cleared(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
 
 
 def zeroed(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """As `cleared`, but always clears."""
+    """Like `cleared`, but always clears."""
     lead = group_sizes.ndim
     used = group_sizes.sum(-1, keepdims=True, dtype=jnp.int32)
     row = lax.broadcasted_iota(jnp.int32, rows.shape[:lead], lead - 1)

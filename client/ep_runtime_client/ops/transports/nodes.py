@@ -183,7 +183,7 @@ def partial_dtype(call: Call, dtype: Any) -> Any:
 def _sums_of_nodes(
     call: Call, plan: NodePlanArrays, sums: jax.Array, *beside: jax.Array
 ) -> tuple[jax.Array | ScaledRows, list[jax.Array]]:
-    """As `_from_nodes`: a node's sums [D*T, H] as combine_precision says, others unchanged."""
+    """Like `_from_nodes`: a node's sums [D*T, H] as combine_precision says, others unchanged."""
     if call.group.combine_precision != "fp8":
         partials, *others = _from_nodes(call, plan, sums, *beside)
         return partials, others

@@ -78,7 +78,7 @@ def supports(call: Call, rows: jax.Array, tokens: int, *, sums: bool = False) ->
 
 
 def prepare(call: Call, topk_idx: jax.Array) -> NodePlanArrays:
-    """As `nodes_plan.prepare`, but computed from the expert indices of all ranks only.
+    """Like `nodes_plan.prepare`, but computed from the expert indices of all ranks only.
 
     Cost over the network: 4 bytes per slot, from every rank to all.
     """

@@ -96,7 +96,7 @@ class Format(abc.ABC):
     def quantize_kernel(
         self, recipe: Recipe, w: Any, reduce_axes: Axes, *, transposed: bool
     ) -> Leaves:
-        """As `plain.quantize_kernel`. Formats with one scale per kernel also take a Pair."""
+        """Like `plain.quantize_kernel`. Formats with one scale per kernel also take a Pair."""
 
     def tiles(self, ndim: int, lead: int | None, *, columns: bool = False) -> dict[int, int]:
         """Returns how many values share a scale, for each axis on which several do.

@@ -29,7 +29,8 @@ def row_scales(capacity: int, group_sizes: jax.Array, scale: jax.Array) -> jax.A
     ends = jnp.cumsum(group_sizes, axis=-1, dtype=jnp.int32)[..., None, :]
     sizes, scale = group_sizes[..., None, :], scale[..., None, :]
     rows = jnp.arange(capacity, dtype=jnp.int32)[:, None]
-    # Not a gather, because JAX finds no sharding for one whose indices are sharded over slabs.
+    # Compare and sum rather than gather, because JAX finds no sharding for a gather whose indices
+    # are sharded over slabs.
     inside = (rows >= ends - sizes) & (rows < ends)
     return jnp.where(inside, scale, 0).sum(-1)
 
