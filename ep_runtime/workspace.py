@@ -264,7 +264,7 @@ def of_block(
 
 
 def _rows(sizes: BlockSizes, workspace: Setting) -> int:
-    """Returns W."""
+    """Returns W, the number of rows of the workspace."""
     if isinstance(workspace, int):
         return _rows_in_bytes(sizes, workspace)
     factor = AUTO_FACTOR if isinstance(workspace, str) else workspace

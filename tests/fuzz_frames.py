@@ -73,8 +73,9 @@ class Frames:
         ]
 
     def begin(self) -> bytes:
-        """What a connection starts with, mostly; what follows is of some kinds alone, as one that
-        ends it hides the others."""
+        """Usually starts a connection right; then sends only a few kinds, so that one that ends the
+        connection does not hide the others.
+        """
         self._stream = 1
         self._chosen = self._numbers.sample(self._kinds, self._numbers.choice([0, 1, 2, 5]))
         chance = self._numbers.random()

@@ -142,7 +142,9 @@ class Served:
         return "FORGOTTEN"
 
     def event_kinds(self) -> list[str]:
-        """Of this daemon, without those that it read of one before."""
+        """Returns kinds of this daemon's events, without those it read from its
+        predecessor's file.
+        """
         kinds = [event.kind for event in self.ask("ListEvents").events]
         kept = [place for place, kind in enumerate(kinds) if kind == "server.events_kept"]
         return kinds[kept[-1] + 1 :] if kept else kinds
@@ -216,7 +218,7 @@ class DaemonProcess(Served):
             self.ready = json.loads(told.read() or "null") if ready else None
 
     def kill(self) -> None:
-        """SIGKILL, and reaped; the directory stays as it is."""
+        """Sends SIGKILL and reaps; the directory does not change."""
         self.popen.kill()
         self.popen.communicate(timeout=WAIT_S)
 

@@ -22,7 +22,7 @@ def _frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
 
 
 def _header(name: str, value: str) -> bytes:
-    """As HPACK has them without tables and without Huffman codes."""
+    """Encodes a header in HPACK, without tables and without Huffman codes."""
     assert max(len(name), len(value)) < 127
     return b"".join([b"\0", *(bytes([len(text)]) + text.encode() for text in (name, value))])
 

@@ -88,8 +88,9 @@ def one_forward_one_backward(layers: Sequence[Any], params: list[Any], batches: 
 
 
 def forward_beside_backward(layers: Sequence[Any], params: list[Any], batches: jax.Array) -> Any:
-    """As DualPipe interleaves: layer by layer, a microbatch's forward pass alternates with the
-    backward pass of the one before."""
+    """Interleaves like DualPipe: layer by layer, a microbatch's forward pass alternates with the
+    backward pass of the microbatch before.
+    """
     grads: list[Any] = [jax.tree.map(jnp.zeros_like, own) for own in params]
     loss, before, last = jnp.zeros(()), [], len(layers) - 1
     d_x: Any = None

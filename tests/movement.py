@@ -160,7 +160,7 @@ def run_ops(
 def run_reference(
     case: cases.Case, group: GroupSpec, inputs: Inputs, capacity: int
 ) -> dict[str, Any]:
-    """The same through the reference; token arrays come back in the layout of the case."""
+    """Runs the reference on the same case; returns token arrays in the case's layout."""
     axes, lead = axes_of(case, group), lead_of(case, group)
 
     def slabs(array: Any) -> Any:

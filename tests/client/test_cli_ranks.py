@@ -173,7 +173,7 @@ def test_a_group_returns_what_commands_show(job: Job, ask: Any) -> None:
 
 
 def test_what_was_is_remembered(job: Job, ask: Any, module_address: str) -> None:
-    """By the first copy of the board, which the daemon takes within 10 s."""
+    """The daemon takes the first copy of the board within 10 s."""
     with source.open_source(module_address, timeout_s=WAIT_S) as daemon:
 
         def steps_since() -> float:

@@ -168,7 +168,7 @@ def test_between_nodes_rows_that_cross_are_counted() -> None:
 
 
 def test_between_nodes_rows_are_counted_in_8_bits_where_they_cross_so() -> None:
-    """With tensor scales they cross wide; with blocks' scales neither node quantizes them again."""
+    """With tensor scales rows cross wide; with blocks' scales no node quantizes them again."""
     wide = {**_ARGUMENTS, "hidden_size": 512, "max_tokens_per_rank": 8192, "num_experts": 64}
 
     def beside(node_size: int, scaling: workspace.Scaling, recipe: Any) -> int:

@@ -1,4 +1,4 @@
-"""Specs and errors survive the wire."""
+"""Specs and errors do not change when they are sent."""
 
 from __future__ import annotations
 

@@ -88,7 +88,9 @@ class Pod:
         return lines
 
     def _empty(self, place: Path) -> list[str]:
-        """An empty volume. What is of the image, of which there is none here, is not covered."""
+        """Returns the lines that mount an empty volume without covering this
+        system's own folders.
+        """
         covered = [folder for folder in self._system.folders if place in folder.parents]
         kept = {f"/mnt/{number}": folder for number, folder in enumerate(covered)}
         lines = ["mount -t tmpfs tmpfs /mnt"] if kept else []

@@ -1,4 +1,4 @@
-"""Every function of docs/families.md against its model's formula in plain numpy."""
+"""Compares every function of docs/families.md with its model's formula in plain NumPy."""
 
 from __future__ import annotations
 

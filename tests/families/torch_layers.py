@@ -1,4 +1,4 @@
-"""MoE blocks of transformers with the weights of `random_block.py`; needs the extra families."""
+"""MoE blocks of transformers with the weights of `random_block.py`; needs the extra `families`."""
 
 from __future__ import annotations
 

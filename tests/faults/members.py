@@ -1,5 +1,6 @@
-"""Processes that form one group through the client library, without JAX, whose distributed jobs
-end with any of their processes: groups are formed as Session.create_group does it."""
+"""Processes that form one group through the client library without JAX, because JAX's distributed
+jobs end with any of their processes.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def make_group(session: ep.Session, gpus: list[Any], **settings: Any) -> ep.Grou
 
 
 def round_trip(group: ep.Group, topk_idx: Any) -> Any:
-    """Sends tokens of ones there and back; each returns as the number of its slots."""
+    """Sends tokens of ones there and back; each returns as its number of slots."""
     layer = group.register_layer("moe", top_k=2)
     sharding = NamedSharding(group.mesh, PartitionSpec("ep"))
 

@@ -44,7 +44,7 @@ RING = {"use_ring_of_experts": True, "use_ragged_sort": True, "ragged_buffer_fac
 
 
 class Variant(NamedTuple):
-    """One way of MaxText through its experts; `flags` are XLA's."""
+    """One of MaxText's paths through its experts; `flags` are for XLA."""
 
     name: str
     says: str
@@ -131,7 +131,7 @@ class Machine(NamedTuple):
         return cls(True, wanted or int(count))
 
     def environment(self, flags: str) -> dict[str, str]:
-        """Of a process that sees these devices and no others."""
+        """Environment of a process that sees only these devices."""
         flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
         if not self.is_gpu:
             flags += f" --xla_force_host_platform_device_count={self.devices}"
@@ -192,7 +192,7 @@ def settings_of(args: argparse.Namespace, machine: Machine, variant: Variant) ->
 def measured(
     args: argparse.Namespace, machine: Machine, patched: Path
 ) -> Iterator[tuple[Variant, dict[str, Any]]]:
-    """What the process of every path found, or its `error`."""
+    """Runs every path in its process; returns each one's figures, or its `error`."""
     for number, variant in enumerate(args.paths, 1):
         render.err(f"[{number}/{len(args.paths)}] {variant.name}: {variant.says}")
         out = patched / variant.name

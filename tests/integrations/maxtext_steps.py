@@ -73,7 +73,7 @@ def xla_bytes() -> int | None:
 
 
 def runtime_bytes() -> int:
-    """What our daemon holds for the rank that has most; XLA does not count it."""
+    """Bytes that our daemon holds for the rank with the most; XLA does not count them."""
     import ep_runtime as ep
     from ep_runtime_client.cli.daemon import source
 

@@ -151,7 +151,7 @@ def test_the_patch_stays_small() -> None:
 
 
 def options_of_page() -> dict[str, set[str]]:
-    """Options and patterns of options by what becomes of them: taken, without effect, refused."""
+    """Options by their effect: supported, without effect, or refused."""
     page = maxtext_sources.PAGE.read_text(encoding="utf-8")
     options = page.partition("## Options")[2].partition("\n## ")[0]
     taken, effectless, refused = re.split(r"\*\*No effect:|\| error unless off", options)
@@ -216,7 +216,7 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words_of(out: Path, settings: dict[str, Any]) -> list[str]:
-    """Of MaxText's command line; figures go to the file `metrics` in `out`."""
+    """Words for MaxText's command line; figures go to the file `metrics` in `out`."""
     metrics = out / "metrics"
     metrics.touch()
     given = {**COMMON, **settings, "run_name": "test", "base_output_directory": out}
@@ -241,7 +241,7 @@ def run(patched: Path, words: Sequence[str], **environment: str) -> None:
 
 
 def losses(patched: Path, out: Path, settings: dict[str, Any]) -> dict[str, list[float]]:
-    """Of one process with eight devices."""
+    """Returns the losses of one process with eight devices."""
     run(patched, [str(MEMBER), "none", "0", "1", *words_of(out, settings)])
     return read(out)
 

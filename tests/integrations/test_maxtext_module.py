@@ -93,7 +93,7 @@ def test_a_mesh_is_made_and_registered_only_if_asked_for(asked: dict[str, Any]) 
 
 @maxtext.with_experts
 class RoutedMoE:
-    """As much of MaxText's as the module uses."""
+    """The part of MaxText's RoutedMoE that the module uses."""
 
     is_hash_routing, rngs, mesh, num_experts, dtype = False, None, None, EXPERTS, jnp.float32
 

@@ -1,4 +1,5 @@
-"""The code of the pages for tunix, equinox and haiku trains as without it, or as dense experts.
+"""Code of the pages for tunix, equinox and haiku trains as it does without ours, or with dense
+experts.
 
 By command, where the Python that runs this has them; `--log-cli-level=INFO` says how far losses
 differ.

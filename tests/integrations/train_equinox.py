@@ -35,7 +35,7 @@ def dense(
 
 
 def haiku_losses(names: dict[str, Any], dtype: str) -> list[float]:
-    """Experts alone learn to turn each token round."""
+    """Only the experts are trained, to turn each token round."""
     block, optimizer, weights = names["block"], names["optimizer"], names["weights"]
     shape = names["BATCH"], names["SEQ"], names["HIDDEN"]
     x = jax.device_put(jax.random.normal(jax.random.key(1), shape), names["rows"])

@@ -107,7 +107,7 @@ def page_names() -> dict[str, Any]:
 
 
 class DenseLayer(qwen3.MoELayer):
-    """Every expert on every token, by the choice that the model carries."""
+    """Applies every expert to every token, weighted by the choice that the model carries."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         picked = (self.chosen[...][..., None] == jnp.arange(self.num_experts)).any(-2)

@@ -63,7 +63,7 @@ def meant(x: Any, weights: Any) -> Any:
 
 
 def meant_grads(x: Any, weights: Any) -> Any:
-    """Of the sum of `loss`, in x and weights."""
+    """Gradients of the sum of `loss` with respect to x and weights."""
     rows, total = np.tanh(x), weights.sum(-1, keepdims=True)
     slope = np.cos(rows * total)
     d_weights = (slope * rows).sum(-1, keepdims=True)

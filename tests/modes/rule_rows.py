@@ -55,7 +55,7 @@ class Row:
         return out, *pull(grad)
 
     def specs(self, slab: PartitionSpec) -> list[PartitionSpec]:
-        """Of those operands, where `slab` is that of rows."""
+        """Returns specs of those operands, given the spec of rows, `slab`."""
         between = (None,) if self.pair else ()
         bias = PartitionSpec(self.weight[0], *between, *self.weight[2:])
         return [slab, PartitionSpec(*self.weight), bias, slab, slab]

@@ -73,7 +73,7 @@ def _digest(text: str) -> str:
 
 
 def _product(layer: Any) -> Any:
-    """Its weight's layout is known when XLA partitions the program."""
+    """The weight's layout is known when XLA partitions the program."""
     spec = layer.group_spec
     shapes = [(spec.num_slabs, 16, 16), (EXPERTS, 16, 8), (spec.num_slabs, EXPERTS // spec.ep_size)]
     specs = (

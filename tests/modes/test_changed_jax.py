@@ -1,4 +1,4 @@
-"""What ops do in a JAX whose private parts are not those that they use."""
+"""Ops in a JAX whose private functions differ from those that the ops use."""
 
 from __future__ import annotations
 

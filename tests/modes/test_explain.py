@@ -1,4 +1,4 @@
-"""`ep.explain`: which collectives ops and matmuls cause, why, and what is none of our doing."""
+"""`ep.explain` lists the collectives of ops and matmuls with their cause, and those not ours."""
 
 from __future__ import annotations
 

@@ -266,7 +266,9 @@ def test_jax_collectives_carry_a_region_too(make_group: fakes.MakeGroup, name: s
 def test_the_moe_block_and_its_weights_gradients(
     make_group: fakes.MakeGroup, name: str, check: bool
 ) -> None:
-    """The region's gradients of replicated and of ep-sharded weights are those of no region."""
+    """Gradients of replicated and of ep-sharded weights are the same inside and
+    outside the region.
+    """
     settings, manual, spec, whole, _ = REGIONS[name]
     group = make_group(transport="memfd", num_experts=EXPERTS, **settings)
     layer = group.register_layer("moe", top_k=2)
@@ -339,7 +341,7 @@ def test_loops_and_remat_inside_a_region(make_group: fakes.MakeGroup) -> None:
 
 
 def test_a_fully_manual_region_without_jit(make_group: fakes.MakeGroup) -> None:
-    """A partly manual one needs jit: JAX 0.10 nests no shard_map outside of it."""
+    """A partly manual region needs jit, because JAX 0.10 nests no shard_map outside jit."""
     group = make_group(transport="memfd", num_experts=EXPERTS, **TP)
     layer = group.register_layer("moe", top_k=2)
     x, idx, weights = draw()

@@ -1,4 +1,4 @@
-"""Where grouped_gemm runs: Explicit axes, manual regions, ambient meshes, caches, donation."""
+"""grouped_gemm on Explicit axes, in manual regions, under ambient meshes, with caches, donation."""
 
 from __future__ import annotations
 

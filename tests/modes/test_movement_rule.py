@@ -198,7 +198,7 @@ FORMS = {"moe": run_moe, "nnx": run_nnx, "linen": run_linen}
 
 
 def lowered(form: str, mesh: str, recipe: str, partitioning: str) -> Any:
-    """One step of gradient descent on weights whose layout no argument of ours says."""
+    """Takes one step of gradient descent on weights whose layout is not an argument."""
     axes, outer = MESHES[mesh]
     group = fakes.local_group(
         axes,

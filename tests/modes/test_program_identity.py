@@ -209,7 +209,7 @@ def round_trip(function: Callable[..., Any], *operands: Any) -> Any:
 
 
 def test_our_classes_cross_an_export_as_arguments_and_results(layer: Any) -> None:
-    """With what is static in them: the layer of a plan, a recipe, the mesh of a permutation."""
+    """Also with their static fields: the layer of a plan, a recipe, the mesh of a permutation."""
     x, idx, weights = operands_of(layer)
     send = round_trip(lambda *args: ep.dispatch(layer, *args), x, idx, weights)
     sent = send(x, idx, weights)
@@ -265,7 +265,7 @@ def test_ahead_of_time_from_shapes_alone(layer: Any) -> None:
 def test_stored_programs_run_in_a_process_that_never_traced_them(
     layer: Any, tmp_path: Path
 ) -> None:
-    """They end with StaleHandleError before their layer is registered, and for another spec."""
+    """Programs end with StaleHandleError before their layer is registered, and for another spec."""
     program = grads_of(lambda *args: loss(layer, *args))
     export = jax.export.export(program, disabled_checks=ep.export_checks())
     (tmp_path / "export").write_bytes(export(*operands_of(layer)).serialize())

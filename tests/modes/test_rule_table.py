@@ -81,7 +81,7 @@ class Program:
         return jax.jit(functools.partial(self.row.step, None))(*self.arrays)
 
     def defined(self, results: Any) -> list[Any]:
-        """Results without the rows past the last group."""
+        """Returns results without the rows past the last group."""
         rows = np.arange(32) < self.arrays[3].sum(-1)[:, None]
         out, d_lhs, *others = map(np.array, jax.tree.leaves(results))
         return [out[rows], d_lhs[rows], *others]

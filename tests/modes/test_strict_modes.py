@@ -30,7 +30,7 @@ def draw(*shape: int) -> jax.Array:
 
 
 def on_one_device() -> dict[str, Op]:
-    """Without a layer, each a function of what it is differentiated in."""
+    """Ops without a layer, each as a function of its differentiable operands."""
     logits, x, idx = draw(TOKENS, EXPERTS), draw(TOKENS, HIDDEN), jnp.arange(TOKENS * TOP_K)
     idx = idx.reshape(TOKENS, TOP_K) % EXPERTS
     weights, kernels, bias = draw(TOKENS, TOP_K), draw(EXPERTS, HIDDEN, INNER), draw(EXPERTS, INNER)

@@ -181,7 +181,7 @@ class Manager:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, ops: tuple[str, ...]) -> Manager:
-    """Modules as qwix's, inside a model with a rule for `ops`."""
+    """Installs modules named like qwix's, as inside a model with a rule for `ops`."""
     rule = types.SimpleNamespace(module_path="moe", weight_qtype="int8")
     manager, config = Manager(), types.ModuleType("qconfig")
     config.get_current_rule = lambda op: rule if op in ops else None  # type: ignore[attr-defined]
@@ -232,7 +232,7 @@ def test_a_rule_that_passes_the_experts_by_is_said_with_the_layers_name(
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_model_that_qwix_quantizes(layer: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """By command, where qwix is installed: the block computes what it computes without."""
+    """Runs by command where qwix is installed: the block's results are the same without qwix."""
     qwix = pytest.importorskip("qwix")
     model, x = Model(layer), jax.random.normal(jax.random.key(0), (16, 32))
     rules = [qwix.QtRule(module_path="moe", weight_qtype=jnp.int8)]

@@ -253,7 +253,7 @@ class Training:
         return found
 
     def optimizer_collectives(self) -> Counter[str]:
-        """Those of the optimizer's update by itself, gradients laid out as parameters."""
+        """Counts collectives of the optimizer's update, with gradients sharded like parameters."""
         compiled = self.update.lower(self.state, self.state[0]).compile()
         return Counter(COLLECTIVE.findall(compiled.as_text()))
 
@@ -279,7 +279,7 @@ def training(make_group: fakes.MakeGroup) -> Callable[..., Training]:
 
 @pytest.fixture(scope="module")
 def known() -> dict[str, list[float]]:
-    """Losses with Auto axes, of tests before."""
+    """Losses with Auto axes, from earlier tests."""
     return {}
 
 
@@ -336,7 +336,9 @@ def test_muon_moves_nothing_where_experts_are_whole(training: Callable[..., Trai
 
 @pytest.mark.parametrize(("stacked_dim", "moves"), [(1, False), (0, True)])
 def test_muon_moves_nothing_of_a_stack_with_experts_in_front(stacked_dim: int, moves: bool) -> None:
-    """Muon makes one dim of all dims but its matrices', which stays sharded where that is major."""
+    """Muon merges all dims except its matrices' into one, which stays sharded if the sharded dim is
+    major.
+    """
     mesh = fakes.mesh_of(AXES)
     spec = ep.LayerSpec("block", top_k=2, num_experts=EXPERTS, hidden_size=HIDDEN)
     axes = nnx.StateAxes({nnx.Param: stacked_dim})

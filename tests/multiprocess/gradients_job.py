@@ -202,5 +202,5 @@ def run_model(calls: int, *, transport: str, dtype: str, tolerance: float) -> li
 
 
 def times_full() -> int:
-    """How often a socket of this process was full, by full_sockets.c."""
+    """Counts, with full_sockets.c, how often a socket of this process was full."""
     return ctypes.CDLL(None).times_full()

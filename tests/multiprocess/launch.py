@@ -76,7 +76,7 @@ initialize(
 
 
 def prologue_of(devices: str) -> str:
-    """What runs before a script; `devices` is code that chooses JAX's platform and devices.
+    """Returns the code that runs before a script; `devices` is code that chooses JAX's devices.
 
     It runs before a backend starts, with `json`, `os` and `jax` in its scope, and may add arguments
     of jax.distributed.initialize to `distributed`, and "by", what initializes in its place.
@@ -147,7 +147,9 @@ class Worker(Talker):
         environment: dict[str, str],
         start: Callable[[str, dict[str, str], Path, int], Any],
     ) -> None:
-        """`start` is `_Forked` or the like: (script, environment, log, descriptor for `say`)."""
+        """`start` is `_Forked` or has its arguments: (script, environment, log, descriptor for
+        `say`).
+        """
         self.index = index
         self.log = log
         said, theirs = os.pipe()

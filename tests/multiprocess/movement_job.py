@@ -1,4 +1,4 @@
-"""What every process of a movement test runs: cases through memfd, against the reference."""
+"""Each process of a movement test: runs cases through memfd, and compares with the reference."""
 
 from __future__ import annotations
 

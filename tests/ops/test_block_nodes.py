@@ -172,7 +172,7 @@ ONE_EXPERT = jnp.zeros((64, TOP_K), jnp.int32).at[:, 1:].set(-1)
 
 
 def test_the_number_that_decides_on_parts_is_a_nodes(layer: Any) -> None:
-    """The largest count of rows on a rank of the node decides; nodes need not agree."""
+    """Each node goes by its fullest rank; nodes may have different numbers."""
     spec = layer.group_spec
     first = np.arange(spec.ep_size) < spec.ranks_per_node
     rows = 64 // 2  # of one EP group

@@ -31,7 +31,7 @@ from ep_runtime_client.sessions.session import Session
 
 Step = Callable[[], list[StepResult]]
 DIFFERENT = 3
-# Also the time that create_group waits for the demo's other processes, which may import JAX.
+# Includes the time that create_group waits for other processes, which may still import JAX.
 CONNECT_TIMEOUT_S = 120.0
 # If losses may differ (`loss_tolerance`), twins copy the first trainer's state every so many steps:
 # training amplifies the last bit of an f32 to a tenth of a percent within ten steps. Two steps,

@@ -34,7 +34,7 @@ class State:
     """
 
     def __init__(self, session: Session, name: str = "state", *, retain_s: float = 600.0) -> None:
-        """Asks the daemon for nothing yet.
+        """Makes a state without asking the daemon yet.
 
         Args:
             session: with a daemon that outlives this process. A restarted job finds its state by

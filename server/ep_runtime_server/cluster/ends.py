@@ -148,9 +148,7 @@ class Ends:
             self._start(self._send(place, owner, epoch))
 
     def _tell_rest(self, words: list[_Word], unheard: Set[str], owner: Owner, epoch: int) -> None:
-        """Sends ends to nodes that have not got them from the coordinator, and does not ask it
-        again.
-        """
+        """Queues reports for nodes the coordinator has not told, and stops asking it."""
         for word in words:
             word.unheard.difference_update(word.asked - unheard)
             for node in sorted(word.asked & unheard):

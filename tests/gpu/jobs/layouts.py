@@ -85,8 +85,9 @@ def job(
 
 
 def _visible(gpus: int) -> list[str]:
-    """Names of the GPUs that this process sees, for CUDA_VISIBLE_DEVICES of others; with RANKS each
-    of them as often as it takes."""
+    """Returns names of the GPUs this process sees, for CUDA_VISIBLE_DEVICES of other processes.
+    With RANKS, names repeat until there are enough.
+    """
     ours = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if not RANKS:
         return ours or [str(gpu) for gpu in range(gpus)]

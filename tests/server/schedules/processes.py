@@ -213,7 +213,7 @@ class Process:
                 await self._ask(life, getattr(life.nccl, method), request)
 
     def group(self) -> GroupRecord | None:
-        """Its group, as its daemon has it."""
+        """The record of its group at its daemon."""
         life = self.cluster.life(self.node)
         if life is None or self.held is None:
             return None
