@@ -26,7 +26,6 @@ from ep_runtime_client.jobs.members import (
     reserved_coordinator,
     run_member,
 )
-from ep_runtime_client.sessions import connect
 
 _NUMBERS = {
     "batch": ("batch", "windows of text per step"),
@@ -126,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_processes(config: defaults.DemoConfig) -> int:
     """Runs the demo's processes; returns the exit code of the first one that failed, else 0."""
+    from ep_runtime_client.sessions import connect
+
     if config.address is None and connect.choose(None).kind == addresses.EMBEDDED:
         config = dataclasses.replace(config, address=addresses.NODE)
     with (
