@@ -40,7 +40,7 @@ Fuzzer = Callable[[Path, random.Random, int], Answers]
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """What a daemon holds, by its status and by the kernel's descriptors."""
+    """Counts of what a daemon holds: its status, its open descriptors, and its memory."""
 
     sessions: int
     groups: int

@@ -22,7 +22,7 @@ struct Attributes {
   bool clear_slack = true;
   // Zones in a slab are rounded up to multiples of this; 0: the layer's alignment.
   int64_t row_alignment = 0;
-  // Only block calls have the attributes from here on, and prepare `rows`.
+  // Only block calls have the attributes from here on. Prepare may have `rows`, too.
   int64_t rows = 0;  // rows of the call's workspace; for prepare see operands.h
   int64_t function = 0;
   bool gated = false;

@@ -34,7 +34,7 @@ class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Runs work of other threads in the loop, after a delay from the seed; there are no threads."""
+    """An event loop without threads. Work for a thread runs in the loop, after a random delay."""
 
     def __init__(self, seed: int) -> None:
         self._pace = _Selector()

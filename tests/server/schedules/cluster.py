@@ -216,10 +216,10 @@ class _NoChild:
         return unique_ids.UniqueIds(tuple(b"%d" % next(self.made) for _ in range(count)), "2.28")
 
     def kill(self) -> None:
-        """Does nothing: there is no process."""
+        """Does nothing, because no process was started."""
 
     async def close(self) -> None:
-        """Does nothing: there is no process."""
+        """Does nothing, because no process was started."""
 
 
 @contextlib.contextmanager
