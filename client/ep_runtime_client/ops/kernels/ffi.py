@@ -97,11 +97,19 @@ def bound(*operands: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def launch(
-    target: str, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array, **attributes: Any
+    target: str,
+    results: Sequence[jax.ShapeDtypeStruct],
+    *operands: jax.Array,
+    aliases: Any = None,
+    **attributes: Any,
 ) -> list[jax.Array]:
-    """Makes a custom call whose attributes are int64; see `bound` for empty operands."""
+    """Makes a custom call whose attributes are int64; see `bound` for empty operands.
+
+    `aliases` maps numbers of operands to those of results in the same memory.
+    """
     values = {name: np.int64(value) for name, value in attributes.items()}
-    return list(jax.ffi.ffi_call(target, tuple(results))(*bound(*operands), **values))
+    call = jax.ffi.ffi_call(target, tuple(results), input_output_aliases=aliases)
+    return list(call(*bound(*operands), **values))
 
 
 def once(results: Results) -> Results:

@@ -214,6 +214,5 @@ def return_copies(at: DeviceCall, experts: jax.Array, blocks: jax.Array) -> jax.
 
 def _copy_experts(target: str, at: DeviceCall, experts: jax.Array, blocks: jax.Array) -> jax.Array:
     result = ShapeDtypeStruct(blocks.shape, blocks.dtype)
-    ensure_registered("cuda")
-    call = jax.ffi.ffi_call(target, result, input_output_aliases={3: 0})
-    return once(call(at.rank, at.layer_index, experts, blocks, **attributes(at.call)))
+    operands = (at.rank, at.layer_index, experts, blocks)
+    return native_call(at.call, target, [result], *operands, aliases={3: 0})[0]
