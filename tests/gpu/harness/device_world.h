@@ -251,6 +251,8 @@ class World {
 inline int Run(int (*main)(const std::string&, int, int), int argc, char** argv) {
   // Load modules now, because a lazy load waits for kernels that wait for peers.
   setenv("CUDA_MODULE_LOADING", "EAGER", 1);
+  // Each rank has a stream, and none may wait behind another's.
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1);
   int gpus = 0;
   CHECK_CUDA(cudaGetDeviceCount(&gpus));
   const int ranks = argc > 2 ? std::atoi(argv[2]) : gpus;

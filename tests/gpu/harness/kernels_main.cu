@@ -347,6 +347,7 @@ int TimeFill(int n, int gpus, const Grids& grids) {
 int Main(const std::string& what, int ranks, int gpus) {
   Grids grids;
   if (gpus < ranks) grids = {3, {3, 3, 7}, {3, 3}};
+  if (16 * gpus < ranks) grids = {3, {2, 2, 7}, {2, 2}};  // 32 ranks' blocks have an SM each
   int wrong = 0;
   if (what == "check" || what == "small") {
     for (const Case& c : Cases(ranks)) wrong += RunCase(c, gpus, grids, what == "small" ? 1 : 3);
@@ -359,7 +360,7 @@ int Main(const std::string& what, int ranks, int gpus) {
       wrong += what == "small" ? RunFuzz(ranks, gpus, grids, 97, 5'000'000, spare)
                                : RunFuzz(ranks, gpus, grids, 1, 200'000, spare);
     }
-    wrong += RunOneSided(ranks, gpus, grids, what == "small" ? 16 : 8192);
+    wrong += RunOneSided(ranks, gpus, grids, what == "small" ? 16 : 65536 / std::max(ranks, 8));
   }
   if (what == "check" && ranks > 1) {
     for (auto reason :
