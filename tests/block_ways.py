@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 import ep_runtime as ep
+from ep_runtime import workspace
 from ep_runtime_client.moe import bodies
 from ep_runtime_client.moe import resolve as moe_call
 from ep_runtime_client.moe.bodies import composed, cuda, cuda_nodes
@@ -20,6 +22,15 @@ from ep_runtime_client.moe.bodies.protocol import Forwarded
 from ep_runtime_client.moe.state import MoEState
 from ep_runtime_client.ops.quantize.formats.recipes import TILE
 from ep_runtime_client.ops.quantize.formats.tiles import from_bits, spread_tiles, widen
+from ep_runtime_client.ops.transports import nodes_plan
+
+
+@contextlib.contextmanager
+def chunked(count: int) -> Iterator[None]:
+    """Makes calls between nodes that are traced inside go in `count` chunks, if they may."""
+    rule = {"_CHUNKS": (count,), "_CHUNK_ROWS": 0.001, "_CHUNK_BYTES": 1, "_LINK": 1.0}
+    with mock.patch.multiple(workspace, **rule):
+        yield
 
 
 class Emulated:
@@ -30,6 +41,7 @@ class Emulated:
     """
 
     saved, multiple = staticmethod(cuda.saved), staticmethod(composed.multiple)
+    made_dtype = staticmethod(cuda.made_dtype)
 
     @staticmethod
     def forward(static: Any, given: Any, experts: Any, over: Any) -> Any:
@@ -58,6 +70,28 @@ class Emulated:
             hidden = hidden.at[: kept.shape[0]].set(again)
         found = composed.backward(whole, given, experts, (*rows, hidden), dy, grads, over)
         return found if grads.wanted else found._replace(wi=None, wo=None)
+
+    @classmethod
+    def forward_beside(
+        cls, static: Any, given: Any, experts: Any, over: Any, crossing: Any
+    ) -> tuple[Any, Any]:
+        return cls.forward(static, given, experts, over), crossed(static, crossing)
+
+    @classmethod
+    def backward_beside(cls, static: Any, *operands: Any) -> tuple[Any, Any]:
+        *others, grads, over, crossing, sums = operands
+        found = cls.backward(static, *others, grads._replace(dtype=jnp.float32), over)
+        if sums is not None:
+            parts = [(x.wi, x.wo, x.wi_bias, x.wo_bias) for x in (sums, found)]
+            wi, wo, *biases = jax.tree.map(jnp.add, *parts)
+            found = found._replace(wi=wi, wo=wo, wi_bias=biases[0], wo_bias=biases[1])
+        return found, crossed(static, crossing)
+
+
+def crossed(static: Any, crossing: Any) -> Any:
+    """What arrives from the nodes while a call runs."""
+    ops, call = nodes_plan.collectives(static.moved), static.moved
+    return (*ops.rail_gather(call, *crossing.gathered), *ops.rail(call, *crossing.blocks))
 
 
 def _all_saved(static: Any) -> Any:

@@ -23,7 +23,8 @@ struct CudaCall {
   cuda::CallName name;
   cudaStream_t stream;
   const Attributes& attributes;
-  uint64_t run;  // number of the program's run, the same on every device
+  uint64_t run;             // number of the program's run, the same on every device
+  bool shares_sms = false;  // true: kernels of an exchange between nodes hold some SMs meanwhile
 
   // Reads the bytes of a row, which must be a multiple of 16 for bulk copies.
   Status ReadRowBytes(const Operand& rows, int64_t width, int32_t* bytes) const;
@@ -58,6 +59,9 @@ Status LaunchRailDispatchCall(const CudaCall& call);
 Status LaunchRailCombineCall(const CudaCall& call);
 Status LaunchRailDispatchBwdCall(const CudaCall& call);
 Status LaunchRailCombineBwdCall(const CudaCall& call);
+// For groups over nodes: block calls beside which arrays cross between nodes.
+Status LaunchRailBlockCall(const CudaCall& call);
+Status LaunchRailBlockBwdCall(const CudaCall& call);
 // For benchmarks. The clock belongs to no group.
 Status LaunchCeilingCall(const CudaCall& call);
 extern XLA_FFI_Handler* const kClockV1;

@@ -21,9 +21,9 @@ Buffer ToBuffer(T& buffer) {
 // Attributes of all calls that read a dictionary of attributes. CheckNames refuses others, because
 // they would be ignored silently.
 constexpr std::string_view kAttributes[] = {
-    "layer_id",     "fingerprint", "handle", "clear_slack", "rows",
-    "function",     "gated",       "early",  "scaling",     "e5m2",
-    "power_of_two", "node_size",   "rail",   "alignment",   "row_alignment"};
+    "layer_id", "fingerprint", "handle",        "clear_slack", "rows",         "function",
+    "gated",    "early",       "scaling",       "e5m2",        "power_of_two", "node_size",
+    "rail",     "alignment",   "row_alignment", "crossing",    "added"};
 
 Status CheckNames(const ffi::Dictionary& attrs) {
   for (std::string_view name : attrs) {
@@ -86,7 +86,10 @@ Status ReadAttributes(const ffi::Dictionary& attrs, Attributes* out) {
   EP_RETURN_IF_ERROR(ReadIfThere(attrs, "early", &out->early));
   EP_RETURN_IF_ERROR(ReadIfThere(attrs, "scaling", &out->scaling));
   EP_RETURN_IF_ERROR(ReadIfThere(attrs, "e5m2", &out->e5m2));
-  return ReadIfThere(attrs, "power_of_two", &out->power_of_two);
+  EP_RETURN_IF_ERROR(ReadIfThere(attrs, "power_of_two", &out->power_of_two));
+  EP_RETURN_IF_ERROR(ReadIfThere(attrs, "node_size", &out->node_size));
+  EP_RETURN_IF_ERROR(ReadIfThere(attrs, "crossing", &out->crossing));
+  return ReadIfThere(attrs, "added", &out->added);
 }
 
 Status ReadContext(const LayerEntry& layer, const Attributes& attributes, CallContext* out) {

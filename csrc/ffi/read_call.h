@@ -32,6 +32,11 @@ struct Attributes {
   int64_t scaling = 0;
   bool e5m2 = false;
   bool power_of_two = false;
+  // Of a block call beside which arrays cross between nodes: the ranks of a node, the arrays, and
+  // the operands before them to which gradients are added.
+  int64_t node_size = 0;
+  int64_t crossing = 0;
+  int64_t added = 0;
 };
 
 xla::ffi::Error ToXla(const Status& status);

@@ -114,6 +114,8 @@ EP_RUNTIME_RAIL_TARGET(kRailDispatchV1, OpCode::kDispatch, LaunchRailDispatchCal
 EP_RUNTIME_RAIL_TARGET(kRailCombineV1, OpCode::kCombine, LaunchRailCombineCall);
 EP_RUNTIME_RAIL_TARGET(kRailDispatchBwdV1, OpCode::kDispatchBwd, LaunchRailDispatchBwdCall);
 EP_RUNTIME_RAIL_TARGET(kRailCombineBwdV1, OpCode::kCombineBwd, LaunchRailCombineBwdCall);
+EP_RUNTIME_RAIL_TARGET(kRailBlockV1, OpCode::kBlock, LaunchRailBlockCall);
+EP_RUNTIME_RAIL_TARGET(kRailBlockBwdV1, OpCode::kBlockBwd, LaunchRailBlockBwdCall);
 EP_RUNTIME_CUDA_TARGET(kDispatchCeilingV1, OpCode::kDispatch, LaunchCeilingCall);
 EP_RUNTIME_CUDA_TARGET(kCombineCeilingV1, OpCode::kCombine, LaunchCeilingCall);
 
@@ -165,6 +167,8 @@ const Target kTargets[] = {
     {"ep_nccl_combine_v1", nullptr, kRailCombineV1},
     {"ep_nccl_dispatch_bwd_v1", nullptr, kRailDispatchBwdV1},
     {"ep_nccl_combine_bwd_v1", nullptr, kRailCombineBwdV1},
+    {"ep_nccl_block_v1", nullptr, kRailBlockV1},
+    {"ep_nccl_block_bwd_v1", nullptr, kRailBlockBwdV1},
 };
 const size_t kNumTargets = sizeof(kTargets) / sizeof(kTargets[0]);
 

@@ -190,6 +190,46 @@ def test_between_nodes_rows_are_counted_in_8_bits_where_they_cross_so() -> None:
 
 
 @pytest.mark.parametrize(
+    ("tokens", "recipe", "more", "chunks"),
+    [
+        (32768, None, {}, 8),
+        (16384, None, {}, 4),
+        (16384 + 2, None, {}, 2),
+        (16384 - 4, None, {}, 2),  # one chunk of four would bring 2,047 rows to an expert
+        (4096, None, {}, 1),
+        (32768, None, {"hidden_size": 128}, 2),  # 8 MiB
+        (32768, ep.recipes.BlockScaling(), {"hidden_size": 512}, 4),  # 16.5 MiB
+        (32768, ep.recipes.TensorScaling(), {}, 1),
+        # Adding up gradients of many weights takes longer than the network that it hides.
+        (32768, None, {"mlp_dim": 16384}, 4),
+        (32768, None, {"mlp_dim": 32768}, 2),
+        (32768, None, {"mlp_dim": 65536}, 1),
+        (32768, None, {"on_overflow": "error"}, 1),
+    ],
+)
+def test_between_nodes_chunks_share_a_workspace_and_add_f32_gradients(
+    tokens: int, recipe: Any, more: dict[str, Any], chunks: int
+) -> None:
+    arguments = {"hidden_size": 1024, "num_experts": 16, "max_top_k": 4, "transport": "nccl"}
+    arguments |= {"mlp_dim": 128, "recipe": recipe, "max_tokens_per_rank": tokens, **more}
+    mesh = AbstractMesh((2,), ("ep",))
+    found = ep.estimate_memory("g", mesh, ep_axis="ep", node_size=1, **arguments)
+    mlp_dim = arguments.pop("mlp_dim")
+    del arguments["recipe"]
+    spec = specs.make_group_spec(
+        name="g", mesh_axes=(("ep", 2),), ep_axis="ep", node_size=1, **arguments
+    )
+    scaling = estimate._scaling_of(recipe)
+    sizes = estimate.block_sizes(spec, mlp_dim, gated=True, scaling=scaling or "none")
+    block = workspace.of_block(dataclasses.replace(sizes, tokens=sizes.tokens // chunks))
+    assert found.saved_bytes_per_layer == chunks * block.kept_bytes
+    row = sizes.packed_bytes or 2 * spec.hidden_size
+    crossing = 2 * tokens * (2 * row * min(2, chunks) // chunks + 2 * spec.hidden_size)
+    added = 4 * 8 * spec.hidden_size * 3 * mlp_dim if chunks > 1 else 0
+    assert found.workspace_bytes_per_device == block.backward_bytes + crossing + added
+
+
+@pytest.mark.parametrize(
     ("tokens", "hidden", "mlp_dim", "experts"),
     [(8192, 7168, 2048, 256), (4096, 7168, 2048, 64), (8192, 2048, 1024, 64)],
 )

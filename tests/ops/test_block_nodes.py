@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import block_ways
 import fakes
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,6 @@ from ep_runtime import device_layout
 from ep_runtime_client.ops.movement.prepare import make_call, make_plan
 from ep_runtime_client.ops.transports import nodes, nodes_plan
 
-SIZES = (1, 2)  # sizes of nodes, with four ranks in all
 SENT = 512  # hidden size of rows whose scales fill whole copies
 
 
@@ -53,11 +53,9 @@ def make_group(node_size: int, **settings: Any) -> fakes.LocalGroup:
 @pytest.fixture(scope="module")
 def layers() -> Iterator[dict[tuple[int, bool], Any]]:
     """Layers by node size, and by whether only the needed rows cross."""
-    groups = {size: make_group(size) for size in SIZES}
-    yield {
-        (size, size == 2): group.register_layer("moe", top_k=TOP_K)
-        for size, group in groups.items()
-    }
+    keys = (1, False), (2, True), (2, False)  # four ranks in all
+    groups = {key: make_group(key[0]) for key in keys}
+    yield {key: group.register_layer("moe", top_k=TOP_K) for key, group in groups.items()}
     for group in groups.values():
         group.close()
 
@@ -123,6 +121,43 @@ def test_sums_of_a_node_are_as_precise_as_the_group_says(by_node: Ways, precisio
     group.close()
     jax.tree.map(np.testing.assert_array_equal, got[0], want[0])
     np.testing.assert_array_equal(got[1][0], want[1][0])
+
+
+def in_chunks(count: int, run: Any, *operands: Any) -> Any:
+    with block_ways.chunked(count):
+        return jax.device_get(jax.jit(lambda *given: run(*given))(*operands))
+
+
+@pytest.mark.parametrize(
+    ("layer", "name", "count"),
+    [
+        *(pytest.param((2, False), name, 2, id=f"2-{name}") for name in CASES),
+        pytest.param((1, False), "drops", 4, id="1-drops"),
+    ],
+    indirect=["layer"],
+)
+def test_chunks_of_tokens_give_the_bits_of_one_call(
+    layer: Any,
+    by_node: Ways,
+    uncached: None,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    count: int,
+) -> None:
+    """Gradients of weights add up in another order. Each chunk has one exchange beside it."""
+    ran, crossed = [], block_ways.crossed
+    monkeypatch.setattr(block_ways, "crossed", lambda *given: ran.append(given) or crossed(*given))
+    of_params, options, lead = CASES[name]
+    run = graded(layer, gated=of_params.get("gated", True), **options)
+    operands = draw(*lead), make_params(layer, **of_params)
+    by_node.emulated()
+    want = in_chunks(1, run, *operands)
+    assert not ran
+    got = in_chunks(count, run, *operands)
+    assert len(ran) == 2 * count
+    jax.tree.map(np.testing.assert_array_equal, got[0], want[0])
+    np.testing.assert_array_equal(got[1][0], want[1][0])
+    assert_close(got[1][1], want[1][1])
 
 
 PACKED = ep.recipes.BlockScaling(power_of_two_scales=True, gradient_dtype="float8_e5m2")

@@ -13,7 +13,7 @@ import fakes
 import jax
 import jax.numpy as jnp
 import pytest
-from block_ways import Ways
+from block_ways import Ways, chunked
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -154,6 +154,28 @@ def test_block_calls_copy_experts_themselves(
     assert calls == dict.fromkeys((transports_windows.PREPARE, *block.TARGETS), COUNT)
     # Prepare plans the copies too.
     assert not {"all_gather", "sort"} & {each.primitive.name for each in equations(jaxpr.jaxpr)}
+
+
+@pytest.mark.usefixtures("_as_with_gpus")
+def test_block_calls_in_chunks_run_while_the_next_tokens_and_the_last_sums_cross(
+    make_group: fakes.MakeGroup,
+) -> None:
+    """Four chunks forward and backward, with a plan for each. Only the first tokens and the last
+    sums cross alone. The sums of weights' gradients lie in the memory of the chunk before."""
+    group = make(make_group, axes={"ep": 2}, transport="nccl/1", partitioning="shard_map")
+    run, operands = scanned(group, None, jnp.bfloat16)
+    with chunked(4):
+        jaxpr = run.trace(*operands).jaxpr
+    calls = custom_calls.traced(jaxpr, "cuda")
+    assert not {*calls} & {*block.TARGETS}
+    assert {calls[name] for name in block.BESIDE} == {4 * COUNT}
+    assert calls[transports_windows.PREPARE] == 8 * COUNT
+    made = [x for x in equations(jaxpr.jaxpr) if x.params.get("target_name") == block.BESIDE[1]]
+    pairs = [(each, *pair) for each in made for pair in each.params["input_output_aliases"] or ()]
+    assert len(pairs) == 2 * 3
+    for each, given, result in pairs:
+        assert each.invars[given].aval.dtype == each.outvars[result].aval.dtype == jnp.float32
+        assert each.invars[given].aval.shape == each.outvars[result].aval.shape
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:

@@ -94,14 +94,24 @@ def _plan_bytes(spec: specs.GroupSpec) -> int:
     return 4 * (2 * slots + received + groups + 1 + virtual + copies)
 
 
-def _crossing_bytes(spec: specs.GroupSpec, sizes: workspace.BlockSizes, *, brought: int) -> int:
+def _crossing_bytes(
+    spec: specs.GroupSpec, sizes: workspace.BlockSizes, chunks: int, *, brought: int
+) -> int:
     """Returns the bytes of rows between nodes, in addition to a block call's workspace: `brought`
-    received rows of each token, and the sum that is sent back."""
+    received rows of each token, and the sum that is sent back. Of several chunks, one is there
+    while the next arrives."""
     if spec.num_nodes == 1:
         return 0
     row = sizes.packed_bytes or spec.hidden_size * sizes.element_bytes
     sums = 4 if spec.combine_precision == "exact" else sizes.element_bytes
-    return spec.staged_tokens * (brought * row + spec.hidden_size * sums)
+    tokens = spec.staged_tokens
+    return min(2, chunks) * tokens // chunks * brought * row + tokens * spec.hidden_size * sums
+
+
+def node_chunks(spec: specs.GroupSpec, sizes: workspace.BlockSizes) -> int:
+    """Returns the chunks of the largest call, as `ep.moe` chooses them."""
+    waits = device_layout.counts_rows(spec, spec.max_top_k) or spec.on_overflow == "error"
+    return 1 if waits else sizes.node_chunks
 
 
 def block_sizes(
@@ -231,14 +241,19 @@ def estimate_memory(
     sizes = block_sizes(spec, mlp_dim, gated=gated, scaling=scaling)
     # With copies a call has room for all rows, as `ep.moe` gives it.
     setting = float(sizes.capacity) if spec.spare_experts else spec.workspace
-    block = workspace.of_block(sizes, setting, keep=keep, keep_factor=keep_factor)
+    chunks = node_chunks(spec, sizes)
+    of_chunk = dataclasses.replace(sizes, tokens=sizes.tokens // chunks)
+    block = workspace.of_block(of_chunk, setting, keep=keep, keep_factor=keep_factor)
+    # Gradients of weights add up in f32 over the chunks.
+    weights = sizes.experts * spec.hidden_size * (sizes.columns + mlp_dim)
+    added = 4 * weights if chunks > 1 else 0
     return dataclasses.replace(
         found,
         workspace_bytes_per_device=max(
-            block.forward_bytes + _crossing_bytes(spec, sizes, brought=1),
-            block.backward_bytes + _crossing_bytes(spec, sizes, brought=2),
+            block.forward_bytes + _crossing_bytes(spec, sizes, chunks, brought=1),
+            block.backward_bytes + _crossing_bytes(spec, sizes, chunks, brought=2) + added,
         ),
-        saved_bytes_per_layer=block.kept_bytes,
+        saved_bytes_per_layer=block.kept_bytes * chunks,
     )
 
 

@@ -278,7 +278,7 @@ class BlockForward(BlockOp):
         room = self.call.workspace
         assert room is not None
         rows = jnp.zeros((1, room.saved, *experts.wi.shape[2:]), dtype)
-        return rows, jnp.zeros((1, 1), jnp.int32)
+        return (rows, jnp.zeros((1, 1), jnp.int32)) * self.call.chunks
 
     def _shapes(
         self, shapes: Sequence[tuple[int, ...]], arrays: Sequence[jax.Array]

@@ -43,6 +43,7 @@ from ep_runtime_client.ops.routing.api import Routing
 from ep_runtime_client.ops.tracing import again, eager
 from ep_runtime_client.ops.tracing.scopes import COPIED, scope
 from ep_runtime_client.ops.tracing.varying import Axes
+from ep_runtime_client.ops.transports import nodes_plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,8 +271,9 @@ def _resolved(
         paired=isinstance(origins[0], Pair),
         dtypes=tuple(None if x is None else jnp.dtype(x.dtype) for x in origins),
         tf32=kernels_32.allowed(),
-        workspace=_workspace(call, block, given, saved) if bodies.has_workspace(body) else None,
     )
+    if bodies.has_workspace(body):
+        resolved = _with_workspace(resolved, block, given, saved)
     if saved.keep == "nothing":
         return resolved
     return dataclasses.replace(resolved, saved=bodies.BODIES[body].saved(resolved))
@@ -350,8 +352,11 @@ def _taken(where: Partitioning, weight: Kernel, entries: Entries, recipe: Recipe
     return with_whole_blocks(where, entries, shape, blocks_of(recipe, weight))
 
 
-def _workspace(call: Call, block: Block, given: Operands, saved: SavedRows) -> WorkspaceRows:
-    group, layer, activation = call.group, call.layer, block.activation
+def _with_workspace(
+    resolved: ResolvedCall, block: Block, given: Operands, saved: SavedRows
+) -> ResolvedCall:
+    call, activation = resolved.moved, block.activation
+    group, layer = call.group, call.layer
     sizes = workspace.BlockSizes(
         tokens=group.num_nodes * call.layout.tokens_per_rank,
         top_k=layer.top_k,
@@ -370,8 +375,22 @@ def _workspace(call: Call, block: Block, given: Operands, saved: SavedRows) -> W
     )
     # Spread rows need no more room than the capacity, because the ranks are balanced.
     setting = float(call.capacity) if call.spread else group.workspace
+    count = _chunks(resolved, sizes)
+    sizes = dataclasses.replace(sizes, tokens=sizes.tokens // count)
     found = workspace.of_block(sizes, setting, keep=saved.keep, keep_factor=saved.factor)
-    return WorkspaceRows(sizes, found.rows, found.kept_rows)
+    room = WorkspaceRows(sizes, found.rows, found.kept_rows)
+    return dataclasses.replace(resolved, workspace=room, chunks=count)
+
+
+def _chunks(resolved: ResolvedCall, sizes: workspace.BlockSizes) -> int:
+    """Returns the chunks of a call whose tokens are all in `sizes`.
+
+    Counted rows cross in one exchange, because the host waits for their counts, as it waits for
+    prepare's verdict on an overflow.
+    """
+    call = resolved.moved
+    waits = nodes_plan.counts_chunks(call) or call.group.on_overflow == "error"
+    return 1 if waits or resolved.body != "cuda_nodes" else sizes.node_chunks
 
 
 def bias_of(block: Block, name: str, params: MoEParams) -> jax.Array:

@@ -67,6 +67,7 @@ class ResolvedCall:
         sums: dtype of sums of experts' rows; None is the dtype of tokens.
         tf32: whether float32 operands of matmuls may be rounded to tf32.
         workspace: rows of the workspace; None for a body without one.
+        chunks: chunks of the tokens; with several, `workspace` is of one (`bodies/cuda_nodes.py`).
     """
 
     where: Partitioning
@@ -86,6 +87,7 @@ class ResolvedCall:
     sums: Any = None
     tf32: bool = False
     workspace: WorkspaceRows | None = None
+    chunks: int = 1
 
     def __repr__(self) -> str:
         """Returns a text equal in all processes: no `where` and `moved`, which name devices."""
@@ -103,9 +105,9 @@ class ResolvedCall:
         # Spread rows have no worst case.
         if room is None or self.moved.spread:
             return False
-        sizes = room.sizes
-        plan = 4 * (2 * sizes.capacity + sizes.ep_size * sizes.tokens)
-        tokens = sizes.tokens * sizes.hidden_size * sizes.element_bytes
+        sizes, count = room.sizes, self.chunks * room.sizes.tokens
+        plan = 4 * (2 * sizes.capacity + sizes.ep_size * count)
+        tokens = count * sizes.hidden_size * sizes.element_bytes
         # If an overflow is an error, prepare waits on the host for its verdict: do not repeat it.
         return plan > max(_PLAN_BYTES, tokens // 8) and self.moved.group.on_overflow != "error"
 

@@ -85,15 +85,16 @@ class BlockLaunches : private ExpertLaunches {
     const int32_t chunks = NumChunks(s_), tokens = ChunkTokens(s_);
     EP_RETURN_IF_CUDA_ERROR(LaunchDecide(stream_, {p_.group, p_.name, s_, chunks, p_.most,
                                                    p_.plan.group_sizes, p_.made, at_.decision}));
-    EP_RETURN_IF_CUDA_ERROR(RunPass({&at_.decision->whole, p_.plan, 0, s_.tokens, true, false}));
+    EP_RETURN_IF_CUDA_ERROR(RunPass({&at_.decision->whole, p_.plan, 0, s_.tokens, true, p_.adds}));
     for (int32_t chunk = 0; chunk < chunks; ++chunk) {
       const int32_t begin = chunk * tokens;
+      const bool adds = p_.adds || chunk > 0;
       const TokenPass pass{&at_.decision->chunks,
                            Const(at_.plan),
                            begin,
                            std::min(tokens, s_.tokens - begin),
                            false,
-                           chunk > 0};
+                           adds};
       EP_RETURN_IF_CUDA_ERROR(PrepareChunk(pass));
       EP_RETURN_IF_CUDA_ERROR(RunPass(pass));
     }
@@ -405,8 +406,11 @@ class BlockLaunches : private ExpertLaunches {
     gemm.rhs = first ? p_.wi : p_.wo;
     gemm.rhs_up = first ? p_.wi_up : nullptr;
     if (product == GemmProduct::kForward) gemm.rhs_copy = at_.weights_32;
-    // Tickets also help a launch on all SMs: they save 2 to 5% of a backward call.
-    if (product != GemmProduct::kForward) gemm.tickets.words = at_.decision->tickets;
+    // Tickets also help a launch on all SMs: they save 2 to 5% of a backward call. Where other
+    // kernels hold SMs, blocks that get none leave their tiles to others.
+    if (product != GemmProduct::kForward || p_.shares_sms) {
+      gemm.tickets.words = at_.decision->tickets;
+    }
     return gemm;
   }
 
@@ -444,6 +448,7 @@ class BlockLaunches : private ExpertLaunches {
     gemm.rhs = operands.grads;
     gemm.rhs_up = nullptr;
     gemm.out_up = first ? p_.dwi_up : nullptr;
+    gemm.out_type = p_.weight_type;
     gemm.adds = rows.adds;
     return gemm;
   }

@@ -43,6 +43,7 @@ struct BlockParams {
   CombinePrecision precision;
   LaneRoom room;
   SideStreams* side;  // null: nothing overlaps
+  bool shares_sms;    // true: other kernels hold some SMs while the call runs
 
   const int32_t* topk_idx;  // [T, K]
   const void* tokens;       // [T, H]; packed: u8 [T, QuantizedRowBytes]
@@ -78,13 +79,14 @@ struct BlockParams {
                           // below
   void* dx;               // [T, H], type like y
   float* d_weights;       // [T, K]
-  FloatType weight_type;  // type of the next three: the rows' type, or kF32 with 8-bit products
+  FloatType weight_type;  // type of the next three: the rows' type, or kF32
   void* dwi;              // [L, H, N]; of a pair only the gate, like wi; null, like dwo, if unused
   void* dwi_up;           // like wi_up
   void* dwo;
   float* d_wi_bias;  // [L, N] with wi_bias, else null
   float* d_wo_bias;  // [L, H] with wo_bias, else null
   bool wide;
+  bool adds;  // true: gradients of weights and biases are added to what is there
 };
 
 // Makes every launch that any routing may need, because the host does not know the routing.

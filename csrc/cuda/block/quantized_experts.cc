@@ -228,7 +228,9 @@ GroupedGemmParams QuantizedExperts::Product(GemmProduct product, const PassRows&
   gemm.lhs_scale = lhs.scale;
   gemm.rhs = weight;
   gemm.rhs_scale = first ? p_.wi_scale : p_.wo_scale;
-  if (product != GemmProduct::kForward) gemm.tickets.words = at_.decision->tickets;
+  if (product != GemmProduct::kForward || p_.shares_sms) {
+    gemm.tickets.words = at_.decision->tickets;
+  }
   return gemm;
 }
 

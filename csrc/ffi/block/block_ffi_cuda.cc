@@ -113,6 +113,8 @@ void ReadGroup(const CudaCall& call, BlockParams* params) {
   params->beside = GridsOf(blocks.beside);
   params->precision = options.combine_precision;
   params->side = call.rank.side;
+  params->shares_sms = call.shares_sms;
+  params->adds = call.attributes.added > 0;
   params->room = call.context.group->lane_layout().room;
   params->function = static_cast<cuda::ActivationFunction>(call.attributes.function);
   params->gated = call.attributes.gated;
@@ -245,13 +247,13 @@ Status ReadTokens(const CudaCall& call, const Operand& tokens, DataType type, vo
                      {params->sizes.tokens, params->sizes.hidden}, out);
 }
 
-// Reads gradients of weights: of the tokens' type, or also f32 with 8-bit products. A pair has two
-// arrays for wi. All are [0, 0, 0] if the program uses no gradient of weights.
+// Reads gradients of weights: of the tokens' type or f32. A pair has two arrays for wi. All are
+// [0, 0, 0] if the program uses no gradient of weights.
 Status ReadWeightGrads(const Operand& dwi, const Operand& dwi_up, const Operand& dwo, DataType type,
                        BlockParams* params) {
   const cuda::block::BlockSizes& sizes = params->sizes;
   if (dwi.absent(3) && dwi_up.absent(3) && dwo.absent(3)) return Status();
-  if (sizes.scaling != cuda::GemmScaling::kNone && dwi.type() == DataType::F32) {
+  if (dwi.type() == DataType::F32) {
     type = DataType::F32;
     params->weight_type = cuda::FloatType::kF32;
   }
@@ -293,7 +295,8 @@ Status LaunchBlockCall(const CudaCall& call) {
 //                 function, gated, early, scaling=0, row_alignment=the layer's)
 //   -> dx [T, H], d_weights f32 [T, K], dwi like wi, dwi_up like wi_up, dwo like wo (or all
 //      three [0, 0, 0]), d_wi_bias f32 [L, N] or [0, 0], workspace u8 [, d_wo_bias f32 [L, H]]
-// scaling=1, 2: as above, but wi and wo are not transposed, and dwi, dwi_up and dwo may be f32
+// dwi, dwi_up and dwo may be f32
+// scaling=1, 2: as above, but wi and wo are not transposed
 Status LaunchBlockBwdCall(const CudaCall& call) {
   constexpr size_t kArgs = kForwardArgs + 3;
   const size_t count = CountArgs(call, kArgs);

@@ -22,6 +22,7 @@
 #include "cuda/nccl/group.h"
 #include "cuda/nccl/node_plan.h"
 #include "ffi/call_frame.h"
+#include "ffi/nccl/rail_call.h"
 #include "ffi/read_call.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -40,25 +41,6 @@ struct NcclCall {
   size_t first_result = 0;  // index of the result that receives the first array
 };
 
-// Reads an operand and a result, both [P, ...]; for an all-gather, the operand is one block [...].
-Status ReadBlocks(const Operand& given, const Operand& result, NcclCall* call) {
-  Dims want = given.dims();
-  if (call->gathers) {
-    want.insert(want.begin(), call->peers.count);
-  } else if (want.empty() || want[0] != call->peers.count) {
-    want.resize(std::max<size_t>(want.size(), 1));
-    want[0] = call->peers.count;
-    return given.CheckShape(want);
-  }
-  nccl::Blocks blocks{};
-  EP_RETURN_IF_ERROR(result.Read(given.type(), want, &blocks.received));
-  blocks.sent = static_cast<const uint8_t*>(given.data());
-  blocks.bytes = call->frame.rets[call->arrays.size()].bytes() / call->peers.count;
-  blocks.gathers = call->gathers;
-  call->arrays.push_back(blocks);
-  return Status();
-}
-
 // Reads any number of arrays. One more operand is not read: benchmarks use it to order calls.
 Status CheckArrays(NcclCall* call) {
   const CallFrame& frame = call->frame;
@@ -67,7 +49,9 @@ Status CheckArrays(NcclCall* call) {
   for (size_t i = 0; i < count; ++i) {
     const Operand given(frame.call, "blocks", frame.args[i]);
     const Operand result(frame.call, "result", frame.rets[i]);
-    EP_RETURN_IF_ERROR(ReadBlocks(given, result, call));
+    nccl::Blocks blocks{};
+    EP_RETURN_IF_ERROR(ReadBlocks(given, result, call->peers.count, call->gathers, &blocks));
+    call->arrays.push_back(blocks);
   }
   return Status();
 }

@@ -1,4 +1,4 @@
-// RailCall: a call of a group with one rank per node.
+// RailCall: a call beside which arrays cross between nodes.
 #ifndef EP_RUNTIME_FFI_NCCL_RAIL_CALL_H_
 #define EP_RUNTIME_FFI_NCCL_RAIL_CALL_H_
 
@@ -11,30 +11,38 @@
 #include "cuda/nccl/exchange.h"
 #include "cuda/nccl/group.h"
 #include "cuda/nccl/side_stream.h"
+#include "ffi/call_frame.h"
 #include "ffi/cuda_call.h"
 
 namespace ep_runtime {
 
-// One call of a group with one rank per node. Exchanges run on a separate stream, so that they
-// overlap the kernels of the call.
+// Reads an operand and a result of an exchange, both [peers, ...]; if it `gathers`, the operand is
+// one block [...].
+Status ReadBlocks(const Operand& given, const Operand& result, int64_t peers, bool gathers,
+                  nccl::Blocks* out);
+
+// One call of a group over nodes. Its exchange runs on a separate stream, so that it overlaps the
+// kernels of the call.
 class RailCall {
  public:
-  // Finds the communicator. Call End last, even if Open or the call fails.
-  Status Open(const CudaCall& call);
-  // Ends the call. Its first `results` results become NaN if the communicator is aborted, or if the
-  // call failed. XLA gets the error at the next run, on every device of the process. `status` is
-  // the outcome of everything since Open.
-  Status End(const CudaCall& call, size_t results, Status status);
+  // Finds the communicator, for peers on nodes of `node_size` ranks. Call End last, even if Open or
+  // the call fails.
+  Status Open(const CudaCall& call, int64_t node_size);
+  // Ends the call. Its results from `first` to before `last` become NaN if the communicator is
+  // aborted, or if the call failed. XLA gets the error at the next run, on every device of the
+  // process. `status` is the outcome of everything since Open.
+  Status End(const CudaCall& call, size_t first, size_t last, Status status);
 
   int64_t me() const { return peers_.self; }
   int64_t ranks() const { return peers_.count; }
-  // Starts sending blocks after the present work of the call's stream. Call Await next.
-  Status Begin(const std::vector<nccl::Blocks>& arrays);
+  // Starts sending blocks after the present work of the call's stream; with `own`, also copies this
+  // rank's own. Call Await next.
+  Status Begin(const std::vector<nccl::Blocks>& arrays, bool own = false);
   // Makes later work of the call's stream wait for the blocks.
   Status Await();
 
  private:
-  Status FindCommunicator(const CudaCall& call);
+  Status FindCommunicator(const CudaCall& call, int64_t node_size);
 
   std::shared_ptr<nccl::NcclGroup> group_;
   nccl::Communicator* communicator_ = nullptr;

@@ -54,9 +54,9 @@ inline Status KeepOwn(const CudaCall& call, const RailCall& rail, const RailSize
 template <typename Make>
 Status InRail(const CudaCall& call, size_t results, const Make& make) {
   RailCall rail;
-  Status status = rail.Open(call);
+  Status status = rail.Open(call, /*node_size=*/1);
   if (status.ok()) status = make(&rail);
-  return rail.End(call, results, status);
+  return rail.End(call, 0, results, status);
 }
 
 }  // namespace ep_runtime

@@ -8,7 +8,7 @@ Letters: `protocol.py`; W rows of the workspace, Wk saved rows of the first matm
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,21 @@ from ep_runtime_client.ops.transports import windows
 from ep_runtime_client.ops.transports.protocol import DeviceCall
 
 TARGETS = targets("ep_block_v1", "ep_block_bwd_v1")
+# The same, while arrays cross between nodes.
+BESIDE = targets("ep_nccl_block_v1", "ep_nccl_block_bwd_v1")
 _SCALINGS = get_args(Scaling)
+
+
+class Crossing(NamedTuple):
+    """Arrays of this device that cross between nodes while a call runs.
+
+    Attributes:
+        gathered: arrays [...] that every node gets: [D, ...] arrive.
+        blocks: arrays [D, ...], with a block for each node: [D, ...] arrive.
+    """
+
+    gathered: tuple[jax.Array, ...]
+    blocks: tuple[jax.Array, ...]
 
 
 def scaling_of(recipe: Recipe | None) -> Scaling:
@@ -78,6 +92,13 @@ def packs(call: ResolvedCall) -> bool:
 
 def forward(call: ResolvedCall, given: Given, experts: Experts, over: Over) -> Forwarded:
     """Runs the forward call. Tokens may be packed (`quantized_rows.packed`) if the call `packs`."""
+    return forward_beside(call, given, experts, over, None)[0]
+
+
+def forward_beside(
+    call: ResolvedCall, given: Given, experts: Experts, over: Over, crossing: Crossing | None
+) -> tuple[Forwarded, tuple[jax.Array, ...]]:
+    """Runs the forward call while arrays cross between nodes; returns also what arrived."""
     experts = _with_biases(call, given, experts)
     dtype, sizes, room = call.activation.dtype, _sizes(experts), _workspace(call)
     results = (
@@ -85,10 +106,9 @@ def forward(call: ResolvedCall, given: Given, experts: Experts, over: Over) -> F
         jax.ShapeDtypeStruct(_saved_shape(room, sizes), dtype),
         _bytes(workspace.forward_bytes(room.here(sizes[1]), room.rows, room.saved)),
     )
-    y, hidden = _call(TARGETS[0], call, results, given, experts, scratch=2, held=1)
-    if not room.saved:
-        return Forwarded(y)
-    return Forwarded(y, (hidden.reshape(room.saved, *experts.wi.shape[2:]), jnp.ones(1, jnp.int32)))
+    y, hidden, *arrived = _call(0, call, results, given, experts, scratch=2, crossing=crossing)
+    kept = (hidden.reshape(room.saved, *experts.wi.shape[2:]), jnp.ones(1, jnp.int32))
+    return Forwarded(y, kept if room.saved else ()), tuple(arrived)
 
 
 def backward(
@@ -102,12 +122,29 @@ def backward(
 ) -> Gradients:
     """Runs the backward call. If `made`, int32 [1], is 0, the saved rows are undefined. If tokens
     are packed and the call sends dy packed, dy must be packed too."""
+    return backward_beside(call, given, experts, saved, dy, grads, over, None, None)[0]
+
+
+def backward_beside(
+    call: ResolvedCall,
+    given: Given,
+    experts: Experts,
+    saved: tuple[jax.Array, ...],
+    dy: jax.Array,
+    grads: WeightGrads,
+    over: Over,
+    crossing: Crossing | None,
+    sums: Gradients | None,
+) -> tuple[Gradients, tuple[jax.Array, ...]]:
+    """Runs the backward call while arrays cross between nodes; returns also what arrived.
+
+    Gradients of weights are in f32 then, like those of biases, and those of `sums` are added."""
     experts = _with_biases(call, given, experts)
     dtype, sizes, room = call.activation.dtype, _sizes(experts), _workspace(call)
     hidden, inner, columns = sizes
     count, bias, pair = experts.wo.shape[0], experts.wi_bias, grads.paired
     wo_bias = _as_taken(experts.wo_bias, dtype)
-    weight_dtype = dtype if grads.dtype is None else _made(grads.dtype)
+    weight_dtype = jnp.float32 if crossing else made_dtype(grads, dtype)
     nothing, wanted = (0, 0, 0), grads.wanted
     first = (count, hidden, columns // 2 if pair else columns) if wanted else nothing
     results = (
@@ -122,16 +159,18 @@ def backward(
     )
     kept, filled = saved or (jnp.zeros(0, dtype), jnp.zeros(1, jnp.int32))
     kept = kept.reshape(_saved_shape(room, sizes))
-    d_tokens, d_weights, d_wi, d_up, d_wo, d_bias, *d_wo_bias = _call(
-        TARGETS[1],
+    d_tokens, d_weights, d_wi, d_up, d_wo, d_bias, *others = _call(
+        1,
         call,
         results,
         given,
         experts,
         *(kept, filled, dy),
         scratch=6,
-        held=2,
+        crossing=crossing,
+        added=_by_result(sums),
     )
+    d_wo_bias, arrived = others[: len(wo_bias)], others[len(wo_bias) :]
     of_wi = Pair(d_wi, d_up) if pair or not wanted else d_wi.reshape(experts.wi.shape)
     biases = (
         None if bias is None else d_bias.reshape(bias.shape),
@@ -139,7 +178,16 @@ def backward(
     )
     biases = at_home(_at(call, given), given.copies, biases, jnp.add)
     kernels = (of_wi, d_wo) if wanted else (None, None)
-    return Gradients(d_tokens, d_weights, kernels[0], kernels[1], *biases)
+    return Gradients(d_tokens, d_weights, kernels[0], kernels[1], *biases), tuple(arrived)
+
+
+def _by_result(sums: Gradients | None) -> dict[int, jax.Array]:
+    """Returns the gradients of weights and biases by the results of the backward call."""
+    if sums is None:
+        return {}
+    wi = (sums.wi.gate, sums.wi.up) if isinstance(sums.wi, Pair) else (sums.wi, None)
+    found = dict(zip((2, 3, 4, 5, 7), (*wi, sums.wo, sums.wi_bias, sums.wo_bias), strict=True))
+    return {number: x for number, x in found.items() if x is not None}
 
 
 def _with_biases(call: ResolvedCall, given: Given, experts: Experts) -> Experts:
@@ -154,18 +202,25 @@ def _at(call: ResolvedCall, given: Given) -> DeviceCall:
 
 
 def _call(
-    target: str,
+    direction: int,
     call: ResolvedCall,
     results: Sequence[jax.ShapeDtypeStruct],
     given: Given,
     experts: Experts,
     *others: jax.Array,
     scratch: int,
-    held: int,
+    crossing: Crossing | None,
+    added: dict[int, jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Returns the call's results without its workspace, the result at index `scratch`."""
+    """Returns the call's results without its workspace, the result at index `scratch`, then the
+    arrays that crossed.
+
+    Args:
+        direction: 0 forward, 1 backward.
+        added: arrays to which results are added, by the results' numbers.
+    """
     *operands, plan, _, copies = given
-    weights, scales = _weights(experts, forward=target == TARGETS[0])
+    weights, scales = _weights(experts, forward=direction == 0)
     scales = with_copies(_at(call, given), copies, scales)
     of_wi = experts.wi_bias
     bias = flat_bias(of_wi, 0 if of_wi is None else len(of_wi))
@@ -175,11 +230,23 @@ def _call(
     numbers = {"rows": _workspace(call).rows, **function}
     numbers |= {"early": int(call.weighted == "hidden"), **_numbers(call.recipes[0])}
     numbers |= windows.row_alignment(call.moved)
-    taken = (*operands, *plan, *weights, bias, slots, *others)
+    taken = [*operands, *plan, *weights, bias, slots, *others]
     # Saved rows and weights' gradients go directly into a scan's stack, as nothing else reads them.
-    outs = [*windows.native_call(call.moved, target, results, *taken, held=held, **numbers)]
-    del outs[scratch]
-    return tuple(outs)
+    target = TARGETS[direction]
+    more: dict[str, Any] = {"held": (1, 2)[direction]}
+    if crossing is not None:
+        target, group, added = BESIDE[direction], call.moved.group, added or {}
+        more = {"aliases": {len(taken) + at: number for at, number in enumerate(added)}}
+        arrays = (*crossing.gathered, *crossing.blocks)
+        numbers |= {"crossing": len(arrays), "added": len(added)}
+        numbers |= {"node_size": group.ranks_per_node}
+        taken += [x.reshape(results[number].shape) for number, x in added.items()] + [*arrays]
+        whole = [(group.num_nodes, *x.shape) for x in crossing.gathered]
+        whole += [x.shape for x in crossing.blocks]
+        pairs = zip(whole, arrays, strict=True)
+        results = [*results, *(jax.ShapeDtypeStruct(dims, x.dtype) for dims, x in pairs)]
+    made = windows.native_call(call.moved, target, results, *taken, **more, **numbers)
+    return (*made[:scratch], *made[scratch + 1 :])
 
 
 def _weights(experts: Experts, *, forward: bool) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -218,9 +285,11 @@ def _numbers(recipe: Recipe | None) -> dict[str, int]:
     }
 
 
-def _made(dtype: Any) -> Any:
-    """Returns the dtype that kernels store for weights' gradients, before a cast to `dtype`."""
-    return dtype if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
+def made_dtype(grads: WeightGrads, rows: Any) -> Any:
+    """Returns the dtype that kernels store for weights' gradients, before a cast to its dtype."""
+    if grads.dtype is None:
+        return rows
+    return grads.dtype if jnp.dtype(grads.dtype) == jnp.bfloat16 else jnp.float32
 
 
 def _as_taken(wo_bias: jax.Array | None, rows: Any) -> list[jax.Array]:

@@ -6,19 +6,28 @@ rows of a node do not fit the workspace, that node runs in chunks, independently
 Rows that a call quantizes before sending are quantized before they cross the network: half the
 bytes, once for all nodes, and with the same bits, because each row has its own scales.
 
-Letters: `protocol.py`, `transports/nodes_plan.py`.
+A large call goes in chunks of its tokens (`BlockSizes.node_chunks`), each with a call of its own.
+While it runs, the next chunk's tokens arrive and the last chunk's sums return, in one exchange. The
+first arrival and the last return stay visible, so C chunks hide at most 1 - 1/C of the network.
+Each chunk reads all weights once more, so it must bring enough rows to each expert. The whole plan
+decides which rows are dropped. A chunk's own plan, made inside the node, places those that are
+kept. Gradients of weights are added up in f32 and rounded once.
+
+Letters: `protocol.py`, `transports/nodes_plan.py`; t tokens of a rank in a chunk.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime_client.moe.bodies import cuda
+from ep_runtime_client.moe.bodies.cuda import Crossing
 from ep_runtime_client.moe.bodies.protocol import (
     Experts,
     Forwarded,
@@ -27,20 +36,40 @@ from ep_runtime_client.moe.bodies.protocol import (
     Over,
     WeightGrads,
 )
-from ep_runtime_client.moe.resolved import ResolvedCall
+from ep_runtime_client.moe.resolved import ResolvedCall, Saved
 from ep_runtime_client.ops.calls.plan import NodePlanArrays
 from ep_runtime_client.ops.movement import quantized_rows
-from ep_runtime_client.ops.transports import nodes
-from ep_runtime_client.ops.transports.nodes_plan import my_node
+from ep_runtime_client.ops.tracing import again
+from ep_runtime_client.ops.tracing.varying import like
+from ep_runtime_client.ops.transports import nodes, windows
+from ep_runtime_client.ops.transports.nodes_plan import collectives, my_node
+from ep_runtime_client.ops.transports.protocol import DeviceCall
 
-saved, multiple, packs = cuda.saved, cuda.multiple, cuda.packs
+multiple, packs = cuda.multiple, cuda.packs
+
+
+def saved(call: ResolvedCall) -> tuple[Saved, ...]:
+    return cuda.saved(call) * call.chunks
 
 
 def forward(call: ResolvedCall, given: Given, experts: Experts, over: Over) -> Forwarded:
     moved, dtype = call.moved, given.tokens.dtype
-    plan, here, _ = _on_node(call, given)
-    made = cuda.forward(_partial(call, dtype), here, experts, over)
-    return made._replace(y=nodes.added_up(moved, plan, made.y, dtype))
+    partial = _partial(call, dtype)
+    if call.chunks == 1:
+        plan, here, _ = _on_node(call, given)
+        made = cuda.forward(partial, here, experts, over)
+        return made._replace(y=nodes.added_up(moved, plan, made.y, dtype))
+    kept: list[jax.Array] = []
+
+    def run(chunk: _Chunk, crossing: Crossing) -> _Ran:
+        made, arrived = cuda.forward_beside(partial, chunk.here, experts, over, crossing)
+        kept.extend(made.saved)
+        return nodes.crossing(moved, made.y), arrived
+
+    came = _in_chunks(call, given, (), run)
+    return Forwarded(
+        jnp.concatenate([nodes.summed(moved, *each, dtype) for each in came]), (*kept,)
+    )
 
 
 def backward(
@@ -54,12 +83,101 @@ def backward(
 ) -> Gradients:
     """Runs the backward call; the tokens cross the network once more, together with dy."""
     moved, dtype = call.moved, given.tokens.dtype
+    partial = _partial(call, dtype)
     if experts.wo_bias is None:
         dy = _packed(call, given, dy, gradient=True)
-    plan, here, (dy,) = _on_node(call, given, dy)
-    found = cuda.backward(_partial(call, dtype), here, experts, saved, dy, grads, over)
-    d_tokens, d_weights = nodes.gradients(moved, plan, found.tokens, found.weights, dtype)
-    return found._replace(tokens=d_tokens, weights=d_weights)
+    if call.chunks == 1:
+        plan, here, (dy,) = _on_node(call, given, dy)
+        found = cuda.backward(partial, here, experts, saved, dy, grads, over)
+        d_tokens, d_weights = nodes.gradients(moved, plan, found.tokens, found.weights, dtype)
+        return found._replace(tokens=d_tokens, weights=d_weights)
+    sums: list[Gradients] = []
+
+    def run(chunk: _Chunk, crossing: Crossing) -> _Ran:
+        each = len(saved) // call.chunks
+        mine, before = saved[chunk.number * each :][:each], sums.pop() if sums else None
+        (dy_here,) = chunk.rows
+        found, arrived = cuda.backward_beside(
+            partial, chunk.here, experts, mine, dy_here, grads, over, crossing, before
+        )
+        sums.append(found)
+        return nodes.crossing(moved, found.tokens, found.weights), arrived
+
+    came = _in_chunks(call, given, (dy,), run)
+    pairs = [nodes.summed_gradients(moved, *each, dtype) for each in came]
+    d_tokens, d_weights = (jnp.concatenate(x) for x in zip(*pairs, strict=True))
+    (total,) = sums
+    wanted = cuda.made_dtype(grads, dtype)
+    wi, wo = jax.tree.map(lambda x: x.astype(wanted), (total.wi, total.wo))
+    return total._replace(tokens=d_tokens, weights=d_weights, wi=wi, wo=wo)
+
+
+class _Chunk(NamedTuple):
+    """A chunk of the tokens on the node that they were sent to.
+
+    Attributes:
+        number: of the chunk.
+        here: operands for a group of this node's ranks, with D*t virtual tokens.
+        rows: other rows of these tokens, [D*t, X].
+    """
+
+    number: int
+    here: Given
+    rows: tuple[jax.Array, ...]
+
+
+# Arrays of a node's sums that return, [D*t, X], and arrays that crossed meanwhile.
+_Ran = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
+# dst_rank [t, K] of a chunk, and the arrays that the nodes returned for it.
+_Came = tuple[jax.Array, tuple[jax.Array, ...]]
+
+
+def _in_chunks(
+    call: ResolvedCall,
+    given: Given,
+    rows: tuple[jax.Array, ...],
+    run: Callable[[_Chunk, Crossing], _Ran],
+) -> list[_Came]:
+    """Runs `run` on the chunks in turn, each while other chunks' arrays cross; `rows` [T, X] are
+    sent with the tokens."""
+    moved, plan, count = call.moved, _plan(given), call.chunks
+    ops, size = collectives(moved), len(given.tokens) // count
+    ranks = plan.virtual_rank.reshape(moved.group.num_nodes, count, size, -1)
+
+    def of(number: int, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(lax.slice_in_dim(x, number * size, (number + 1) * size) for x in arrays)
+
+    sent = _sent(call, given, rows)
+    arrived = ops.rail_gather(moved, *of(0, sent))
+    back: tuple[jax.Array, ...] = ()
+    came: list[tuple[jax.Array, ...]] = []
+    for number in range(count):
+        flat = [x.reshape(-1, x.shape[-1]) for x in arrived]
+        virtual = ranks[:, number].reshape(-1, ranks.shape[-1])
+        here, rows_here = _arrived(call, given, virtual, flat)
+        chunk = _Chunk(number, _planned(call, here, plan, first=number == 0), rows_here)
+        ahead = of(number + 1, sent) if number + 1 < count else ()
+        sums, crossed = run(chunk, Crossing(ahead, back))
+        arrived, returned = crossed[: len(ahead)], crossed[len(ahead) :]
+        came.append(returned)
+        # Results of custom calls are typed as not varying over any axis.
+        typed = (like(x, plan.chunks) for x in sums)
+        back = tuple(x.reshape(len(ranks), size, x.shape[-1]) for x in typed)
+    came = [*came[1:], ops.rail(moved, *back)]
+    ranks_of = jnp.split(plan.dst_rank, count)
+    flat_rows = (tuple(x.reshape(-1, x.shape[-1]) for x in each) for each in came)
+    return list(zip(ranks_of, flat_rows, strict=True))
+
+
+def _planned(call: ResolvedCall, here: Given, plan: NodePlanArrays, *, first: bool) -> Given:
+    """Returns the operands of a chunk with its plan, which counts nothing that the whole plan
+    counted; its first chunk has the whole plan's dropped slots."""
+    at = DeviceCall(call.moved, here.rank, again.marked(here.layer_index))
+    made, most = windows.prepare(at, here.topk_idx, most=True)
+    assert most is not None
+    if first:
+        made = made._replace(recv_count=made.recv_count.at[0, 3].set(plan.recv_count[0, 3]))
+    return here._replace(plan=made, most=most)
 
 
 def _partial(call: ResolvedCall, dtype: Any) -> ResolvedCall:
@@ -77,19 +195,37 @@ def _packed(
     return quantized_rows.packed(recipe, rows, given.plan, gradient=gradient)
 
 
+def _plan(given: Given) -> NodePlanArrays:
+    assert isinstance(given.plan, NodePlanArrays)
+    return given.plan
+
+
+def _sent(call: ResolvedCall, given: Given, rows: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Returns what nodes get of tokens: rows, slots [T, 2K], and `rows` [T, X]."""
+    slots = [lax.bitcast_convert_type(given.weights, jnp.int32), given.topk_idx]
+    return (_packed(call, given, given.tokens), jnp.concatenate(slots, 1), *rows)
+
+
+def _arrived(
+    call: ResolvedCall, given: Given, virtual_rank: jax.Array, arrived: Sequence[jax.Array]
+) -> tuple[Given, tuple[jax.Array, ...]]:
+    """Returns the operands with virtual tokens, except the plan; and their other rows. `arrived`
+    is what `_sent` returns of them, virtual_rank [.., K] as in the plan."""
+    moved, top_k = call.moved, given.topk_idx.shape[1]
+    tokens, slots, *rows = arrived
+    weights = lax.bitcast_convert_type(slots[:, :top_k], jnp.float32)
+    first = my_node(moved) * (moved.group.ranks_per_node * moved.group.experts_per_rank)
+    # Slots of experts on other nodes stay out; slots past the last token are undefined.
+    idx = jnp.where(virtual_rank >= 0, slots[:, top_k:] - first, -1)
+    return given._replace(tokens=tokens, weights=weights, topk_idx=idx), tuple(rows)
+
+
 def _on_node(
     call: ResolvedCall, given: Given, *rows: jax.Array
 ) -> tuple[NodePlanArrays, Given, tuple[jax.Array, ...]]:
     """Returns the plan between nodes; the operands for a group of this node's ranks, with virtual
     tokens; and rows [T, X] of tokens sent to rows of the virtual tokens, [D*T, X]."""
-    moved, plan, top_k = call.moved, given.plan, given.topk_idx.shape[1]
-    assert isinstance(plan, NodePlanArrays)
-    slots = [lax.bitcast_convert_type(given.weights, jnp.int32), given.topk_idx]
-    sent = (_packed(call, given, given.tokens), jnp.concatenate(slots, 1), *rows)
-    tokens, virtual_slots, *rows_here = nodes.to_nodes(moved, plan, *sent)
-    weights = lax.bitcast_convert_type(virtual_slots[:, :top_k], jnp.float32)
-    first = my_node(moved) * (moved.group.ranks_per_node * moved.group.experts_per_rank)
-    # Slots of experts on other nodes stay out; slots past the last token are undefined.
-    idx = jnp.where(plan.virtual_rank >= 0, virtual_slots[:, top_k:] - first, -1)
-    here = given._replace(tokens=tokens, weights=weights, topk_idx=idx, plan=plan.inside)
-    return plan, here, tuple(rows_here)
+    plan = _plan(given)
+    arrived = nodes.to_nodes(call.moved, plan, *_sent(call, given, rows))
+    here, rows_here = _arrived(call, given, plan.virtual_rank, arrived)
+    return plan, here._replace(plan=plan.inside), rows_here

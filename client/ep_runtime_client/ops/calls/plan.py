@@ -96,6 +96,12 @@ def plan_shapes(call: Call, tokens: int, top_k: int) -> list[tuple[int, ...]]:
     return [*shapes, (virtual, top_k), (virtual, top_k), (1,)] if group.node_size else shapes
 
 
+def inside_shapes(call: Call, tokens: int, top_k: int) -> list[tuple[int, ...]]:
+    """Returns dims of a plan for `tokens` tokens of each rank that shares windows."""
+    dims = plan_shapes(call, tokens // call.group.num_nodes, top_k)
+    return [(tokens, top_k)] * 2 + dims[2:9]
+
+
 @stored.pytree(PlanMeta, TokenLayout, EpLayer, GroupSpec, LayerSpec)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

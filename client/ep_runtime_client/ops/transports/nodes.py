@@ -36,7 +36,7 @@ Letters: `nodes_plan.py`; H hidden, X any width.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -180,15 +180,20 @@ def partial_dtype(call: Call, dtype: Any) -> Any:
     return sum_dtype(dtype) if call.group.combine_precision == "exact" else dtype
 
 
-def _sums_of_nodes(
-    call: Call, plan: NodePlanArrays, sums: jax.Array, *beside: jax.Array
-) -> tuple[jax.Array | ScaledRows, list[jax.Array]]:
-    """Like `_from_nodes`: a node's sums [D*T, H] as combine_precision says, others unchanged."""
-    if call.group.combine_precision != "fp8":
-        partials, *others = _from_nodes(call, plan, sums, *beside)
-        return partials, others
-    data, scale, *others = _from_nodes(call, plan, *fp8_sums.scaled(sums), *beside)
-    return ScaledRows(data, scale), others
+def crossing(call: Call, sums: jax.Array, *beside: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns the arrays in which a node's sums [D*T, H] cross, as combine_precision says, then
+    those of `beside`."""
+    fp8 = call.group.combine_precision == "fp8"
+    return (*(fp8_sums.scaled(sums) if fp8 else (sums,)), *beside)
+
+
+def _crossed(
+    call: Call, arrays: Sequence[jax.Array]
+) -> tuple[jax.Array | ScaledRows, Sequence[jax.Array]]:
+    """Returns the sums among arrays of `crossing` that the nodes sent, and the others."""
+    if call.group.combine_precision == "fp8":
+        return ScaledRows(*arrays[:2]), arrays[2:]
+    return arrays[0], arrays[1:]
 
 
 def dispatch(
@@ -215,8 +220,12 @@ def combine(
 
 def added_up(call: Call, plan: NodePlanArrays, sums: jax.Array, dtype: Any) -> jax.Array:
     """Adds the sums [D*T, H] of virtual tokens over all nodes: [T, H] of `dtype`."""
-    partials, _ = _sums_of_nodes(call, plan, sums)
-    return _sum_nodes(call, packing(call, plan.dst_rank), partials, dtype)
+    return summed(call, plan.dst_rank, _from_nodes(call, plan, *crossing(call, sums)), dtype)
+
+
+def summed(call: Call, dst_rank: jax.Array, arrays: Sequence[jax.Array], dtype: Any) -> jax.Array:
+    """As `added_up`, from what nodes sent (`crossing`) for tokens with dst_rank [T, K]."""
+    return _sum_nodes(call, packing(call, dst_rank), _crossed(call, arrays)[0], dtype)
 
 
 def dispatch_bwd(
@@ -245,13 +254,21 @@ def gradients(
 ) -> tuple[jax.Array, jax.Array]:
     """Adds gradients of virtual tokens [D*T, H] and of their slots' weights f32 [D*T, K] over
     nodes: d_tokens [T, H] of `dtype`, d_topk_weights f32 [T, K]."""
-    partials, (by_node,) = _sums_of_nodes(call, plan, d_tokens, d_slots)
-    tokens = packing(call, plan.dst_rank)
-    count, top_k = plan.dst_rank.shape
+    arrays = _from_nodes(call, plan, *crossing(call, d_tokens, d_slots))
+    return summed_gradients(call, plan.dst_rank, arrays, dtype)
+
+
+def summed_gradients(
+    call: Call, dst_rank: jax.Array, arrays: Sequence[jax.Array], dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """As `gradients`, from what nodes sent (`crossing`) for tokens with dst_rank [T, K]."""
+    partials, (by_node,) = _crossed(call, arrays)
+    tokens = packing(call, dst_rank)
+    count, top_k = dst_rank.shape
     token = jnp.arange(count, dtype=jnp.int32)[:, None] * call.group.num_nodes
-    row = rows_at(sum_index(call, tokens).reshape(-1), token + slot_nodes(call, plan.dst_rank))
-    at = jnp.where(plan.dst_rank >= 0, row * top_k + jnp.arange(top_k, dtype=jnp.int32), 0)
-    d_topk = jnp.where(plan.dst_rank >= 0, rows_at(by_node.reshape(-1), at), 0.0)
+    row = rows_at(sum_index(call, tokens).reshape(-1), token + slot_nodes(call, dst_rank))
+    at = jnp.where(dst_rank >= 0, row * top_k + jnp.arange(top_k, dtype=jnp.int32), 0)
+    d_topk = jnp.where(dst_rank >= 0, rows_at(by_node.reshape(-1), at), 0.0)
     return _sum_nodes(call, tokens, partials, dtype), d_topk
 
 

@@ -18,7 +18,7 @@ from jax import ShapeDtypeStruct
 
 from ep_runtime import device_layout, native
 from ep_runtime_client.ops.calls.call import Call
-from ep_runtime_client.ops.calls.plan import PlanArrays, plan_shapes
+from ep_runtime_client.ops.calls.plan import PlanArrays, inside_shapes
 from ep_runtime_client.ops.kernels.ffi import ensure_registered, launch, once, targets
 from ep_runtime_client.ops.transports.between_xla import largest
 from ep_runtime_client.ops.transports.protocol import DeviceCall
@@ -118,7 +118,7 @@ def _prepared(
 ) -> tuple[PlanArrays, Sequence[jax.Array]]:
     """Makes a plan, and `more` results of these shapes."""
     call, group, count = at.call, at.call.layer.group_spec, len(PlanArrays._fields)
-    dims = [*plan_shapes(call, *topk_idx.shape), *more]
+    dims = [*inside_shapes(call, *topk_idx.shape), *more]
     results = [ShapeDtypeStruct(each, jnp.int32) for each in dims]
     # On a GPU only a call that XLA does not record into a command buffer can fail a step.
     waits = group.transport == "nvlink" and group.on_overflow == "error"
