@@ -18,6 +18,7 @@
 #   nccl_domains  two daemons as two NVLink domains of one host, each with half of the GPUs: every
 #               case, 2,000 steps, kills
 #   nccl_four   every case there with a process for each GPU
+#   nccl_hidden how much of the network there hides behind experts, in chunks
 #   soak        10,000 steps with random delays, one process
 #   processes   5,000 of them, one process for each GPU
 #   memcheck, racecheck   compute-sanitizer on small shapes, two ranks on one GPU
@@ -108,7 +109,8 @@ part_nccl_block() {
   TEST_GPU_TRANSPORT=nccl NCCL_NVLS_ENABLE=0 gpu_tests -n 4 tests/gpu/test_gpu_block{,_recipes}.py
 }
 part_nccl_jobs() { nccl_tests "processes or starts or (killed and not domains)"; }
-part_nccl_domains() { nccl_tests "domains and not four"; }
+part_nccl_domains() { nccl_tests "domains and not four and not hide"; }
+part_nccl_hidden() { TESTS="-s ${TESTS:-}" nccl_tests "hide"; }
 part_nccl_four() { nccl_tests "domains and four"; }
 part_plain() {
   XLA_FLAGS="$XLA_FLAGS --xla_gpu_enable_command_buffer=" part_tests

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from cluster_places import place, plain_tcp
 from daemon_fixtures import wait_until
-from gpu.jobs import gpu_cases, gpu_steps, layouts
+from gpu.jobs import gpu_cases, gpu_chunks, gpu_steps, layouts
 from gpu.test_gpu_movement import fitted
 from harness import DaemonProcess, eventually
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -28,6 +28,7 @@ TRANSPORT = "memfd" if layouts.TRIAL else "nccl"
 KNOWN_WITHIN_S = 2.0
 READY_WITHIN_S = 5.0
 STEPS = 2000
+HIDDEN_SHARE = 0.7  # of the network's time
 JOINED = 3  # CLUSTER_LINK_JOINED
 # Multicast is not available everywhere, but NCCL sets it up by default.
 _NCCL = {"NCCL_NVLS_ENABLE": "0", "TEST_GPU_TRANSPORT": "nccl"}
@@ -112,12 +113,13 @@ def test_the_listing_names_version_ranks_and_state(
         steps.group.close()
 
 
+@pytest.mark.parametrize("kind", [gpu_steps.Steps, gpu_steps.ChunkSteps])
 def test_an_aborted_group_tells_and_forms_again_ten_times(
-    session: ep.Session, several_gpus: int, gpus: list[Any]
+    session: ep.Session, several_gpus: int, gpus: list[Any], kind: type[gpu_steps.Steps]
 ) -> None:
     if layouts.TRIAL:
         pytest.skip("CPU devices have no communicators")
-    steps = gpu_steps.Steps(session, "again", gpus)
+    steps = kind(session, "again", gpus)
     for turn in range(10):
         steps.run()
         group = steps.group._held.native_group
@@ -248,21 +250,21 @@ def two_domains(
     )
 
 
-_TWO = "two processes, all GPUs visible"
-_FOUR = "one GPU each, all visible"
+_TWO = "two processes, own GPUs visible" if layouts.RANKS else "two processes, all GPUs visible"
+_FOUR = "one GPU each, visible alone" if layouts.RANKS else "one GPU each, all visible"
 _NAMES = [case.name for case in cases.CASES if case.name != "one device"]
 
 
 @pytest.mark.parametrize("layout", [_TWO, _FOUR], ids=["two", "four"])
 @pytest.mark.parametrize("part", range(3))
 def test_two_domains_equal_the_reference(
-    several_gpus: int, nodes: list[DaemonProcess], layout: str, part: int
+    job_gpus: int, nodes: list[DaemonProcess], layout: str, part: int
 ) -> None:
-    if several_gpus < 4 and layout == _FOUR:
+    if job_gpus < 4 and layout == _FOUR:
         pytest.skip("with two GPUs, two domains of one, the other layout is the same")
     names = _NAMES[part::3]
     with two_domains(
-        _CASES, nodes, several_gpus, layout, TEST_CASES=json.dumps(names), EP_RUNTIME_DEBUG="1"
+        _CASES, nodes, job_gpus, layout, TEST_CASES=json.dumps(names), EP_RUNTIME_DEBUG="1"
     ) as job:
         assert job.heard(270) == [{"done": names}] * job.processes
         job.end()
@@ -290,12 +292,12 @@ hear()
 
 
 def test_two_domains_whose_lanes_lack_room_for_all_rows(
-    several_gpus: int, narrow_lanes: None, nodes: list[DaemonProcess]
+    job_gpus: int, narrow_lanes: None, nodes: list[DaemonProcess]
 ) -> None:
     """Rows cross in chunks, and sums node by node, even if all go to one rank."""
-    if several_gpus < 4:
+    if job_gpus < 4:
         pytest.skip("nodes of one rank have no lanes")
-    with two_domains(_LANES, nodes, several_gpus, _TWO, EP_RUNTIME_DEBUG="1") as job:
+    with two_domains(_LANES, nodes, job_gpus, _TWO, EP_RUNTIME_DEBUG="1") as job:
         assert job.heard(270) == [{"packs": not layouts.TRIAL}] * 2
         job.end()
 
@@ -315,8 +317,8 @@ session.close()
 """
 
 
-def test_two_domains_run_two_thousand_steps(several_gpus: int, nodes: list[DaemonProcess]) -> None:
-    with two_domains(_SOAK, nodes, several_gpus, _TWO, TEST_STEPS=str(STEPS)) as job:
+def test_two_domains_run_two_thousand_steps(job_gpus: int, nodes: list[DaemonProcess]) -> None:
+    with two_domains(_SOAK, nodes, job_gpus, _TWO, TEST_STEPS=str(STEPS)) as job:
         said = job.heard(270)
         assert len(said) == 2
         job.end()
@@ -325,7 +327,8 @@ def test_two_domains_run_two_thousand_steps(several_gpus: int, nodes: list[Daemo
 _KILLED = """
 from gpu.jobs import gpu_steps
 session = ep.connect(timeout_s=60, on_loss="continue")
-steps = gpu_steps.Steps(session, "killed", jax.devices())
+kind = gpu_steps.ChunkSteps if "TEST_CHUNKS" in os.environ else gpu_steps.Steps
+steps = kind(session, "killed", jax.devices())
 steps.run()
 say(generation=steps.group.generation)
 assert hear() == "loop"
@@ -357,14 +360,69 @@ def _victim(turn: int, job: Job) -> int:
     return 1 + turn % (job.processes - 1)
 
 
+@pytest.mark.parametrize("name", gpu_chunks.CASES)
+def test_chunks_of_a_block_give_the_bits_of_one_call(
+    session: ep.Session, several_gpus: int, gpus: list[Any], name: str
+) -> None:
+    gpu_chunks.run(session, name, TRANSPORT, gpus)
+
+
+_CHUNKS = """
+from gpu.jobs import gpu_chunks
+with ep.connect(timeout_s=60) as session:
+    for name in gpu_chunks.CASES:
+        gpu_chunks.run(session, name, os.environ["TEST_GPU_TRANSPORT"], jax.devices())
+say(done=True)
+hear()
+"""
+
+
+@pytest.mark.parametrize("layout", [_TWO, _FOUR], ids=["two", "four"])
+def test_chunks_of_a_block_in_two_domains_give_the_bits_of_one_call(
+    job_gpus: int, nodes: list[DaemonProcess], layout: str
+) -> None:
+    if layouts.TRIAL or (job_gpus < 4 and layout == _FOUR):
+        pytest.skip("needs NCCL; and with two GPUs the other layout is the same")
+    with two_domains(_CHUNKS, nodes, job_gpus, layout, EP_RUNTIME_DEBUG="1") as job:
+        assert job.heard(270) == [{"done": True}] * job.processes
+        job.end()
+
+
+_HIDDEN = """
+from gpu.jobs import gpu_chunks
+with ep.connect(timeout_s=60) as session:
+    for inner in (6144, 12288):
+        for found in gpu_chunks.measure(session, os.environ["TEST_GPU_TRANSPORT"], inner):
+            say(**found)
+hear()
+"""
+
+
+@pytest.mark.slow
+def test_chunks_hide_most_of_the_network_of_two_domains(
+    job_gpus: int, nodes: list[DaemonProcess]
+) -> None:
+    if layouts.TRIAL:
+        pytest.skip("CPU devices have no communicators")
+    with two_domains(_HIDDEN, nodes, job_gpus, _TWO) as job:
+        found = [job.heard(240)[0] for _ in range(4)]
+        job.end()
+    for each in found:
+        print(json.dumps(each))  # noqa: T201
+    for what in ("forward", "forward and backward"):
+        of_one = [each for each in found if each["what"] == what]
+        near = min(of_one, key=lambda each: abs(each["network_ms"] / each["experts_ms"] - 1))
+        assert max(near["hidden"].values()) >= HIDDEN_SHARE, near
+
+
 @pytest.mark.slow
 def test_a_killed_process_ends_the_steps_of_all_and_the_job_comes_back_ten_times(
-    several_gpus: int, address: str, admin: source.Source
+    job_gpus: int, address: str, admin: source.Source
 ) -> None:
     generations = []
     more = {**_NCCL, "EP_RUNTIME_ADDRESS": address, "EP_RUNTIME_JOB": "killed"}
     for turn in range(10):
-        with layouts.job(_KILLED, "one GPU each, all visible", several_gpus, **more) as job:
+        with layouts.job(_KILLED, _FOUR, job_gpus, **more) as job:
             generations.append(_kill_one(job, _victim(turn, job)))
     assert generations == sorted(set(generations))
     wait_until(
@@ -373,11 +431,12 @@ def test_a_killed_process_ends_the_steps_of_all_and_the_job_comes_back_ten_times
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"TEST_CHUNKS": "1"}], ids=["one call", "chunks"])
 def test_a_process_killed_in_one_of_two_domains_is_known_in_the_other(
-    several_gpus: int, nodes: list[DaemonProcess]
+    job_gpus: int, nodes: list[DaemonProcess], more: dict[str, str]
 ) -> None:
     if layouts.TRIAL:
         pytest.skip("who waits in gloo hears nothing of a lost process")
     for turn in range(3):
-        with two_domains(_KILLED, nodes, several_gpus, _FOUR) as job:
+        with two_domains(_KILLED, nodes, job_gpus, _FOUR, **more) as job:
             _kill_one(job, _victim(turn, job))

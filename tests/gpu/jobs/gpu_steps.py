@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import block_ways
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +24,6 @@ SETTINGS: dict[str, Any] = {
     "num_experts": 168 if COUNT == 8 else 12,  # on one to four ranks; on six to eight too
     "hidden_size": HIDDEN,
     "max_tokens_per_rank": TOKENS,
-    "max_top_k": TOP_K,
     "alignment": 8,
     "max_token_dtype": "float32",
     "op_timeout_s": 60.0,
@@ -40,18 +40,20 @@ class Steps:
     The step has no collective of XLA's: one of those would wait for a lost process for good.
     """
 
+    top_k = TOP_K
+
     def __init__(
         self, session: ep.Session, name: str, devices: Sequence[Any], **settings: Any
     ) -> None:
         self.mesh = Mesh(np.array(devices), ("ep",))
-        given = self._given = {**SETTINGS, **settings}
+        given = self._given = {**SETTINGS, "max_top_k": self.top_k, **settings}
         self._session, self._name = session, name
         layer = self.make_group()
         rng = np.random.default_rng(len(devices))
         count = TOKENS * len(devices)
         # Small integers: sums are exact in any order.
         self.tokens = self._put(rng.integers(1, 64, (count, HIDDEN)).astype(np.float32))
-        rows = [rng.choice(given["num_experts"], TOP_K, replace=False) for _ in range(count)]
+        rows = [rng.choice(given["num_experts"], self.top_k, replace=False) for _ in range(count)]
         self.topk_idx = self._put(np.array(rows, np.int32))
         self._step = self._program(layer)
         # Processes meet to form a group, because some tests' budgets are shorter than compiling.
@@ -72,7 +74,7 @@ class Steps:
         self.group = self._session.create_group(
             self._name, self.mesh, ep_axis="ep", transport=TRANSPORT, **self._given
         )
-        self.layer = self.group.register_layer("moe/0", top_k=TOP_K)
+        self.layer = self.group.register_layer("moe/0", top_k=self.top_k)
         return self.layer
 
     def _put(self, array: Any) -> jax.Array:
@@ -86,7 +88,7 @@ class Steps:
     def shards_of(self, out: jax.Array) -> list[tuple[Any, Any]]:
         """(values, wanted values) of every shard that this process holds."""
         pairs = zip(out.addressable_shards, self.tokens.addressable_shards, strict=True)
-        return [(np.asarray(got.data), np.asarray(x.data) * 2 * TOP_K) for got, x in pairs]
+        return [(np.asarray(got.data), np.asarray(x.data) * 2 * self.top_k) for got, x in pairs]
 
     def run(self) -> None:
         """One step, checked."""
@@ -138,13 +140,23 @@ class BlockSteps(Steps):
 
             y, pull = jax.vjp(block, tokens.astype(jnp.bfloat16))
             (grads,) = pull(jnp.ones_like(y))
-            return (y + grads - 2 * TOP_K).astype(jnp.float32)
+            return (y + grads - 2 * self.top_k).astype(jnp.float32)
 
         given = (self.tokens, self.topk_idx, weights, params)
         (path,) = ep.explain(step, *given).paths
         assert TRIAL or path.path.startswith("cuda"), path
         compiled = step.lower(*given).compile()
         return lambda tokens, topk_idx: compiled(tokens, topk_idx, weights, params)
+
+
+class ChunkSteps(BlockSteps):
+    """The same in two chunks of the tokens, between nodes that send all rows."""
+
+    top_k = 8
+
+    def _program(self, layer: ep.EpLayer) -> Any:
+        with block_ways.chunked(2):
+            return super()._program(layer)
 
 
 # Programs of steps by name; the last has room for one token's rows of every rank.
