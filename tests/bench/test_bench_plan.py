@@ -135,6 +135,18 @@ def test_json_has_memory_links_and_time(capsys: pytest.CaptureFixture[str]) -> N
     assert fast["least_exposed_ms"] == max(0, round(fast["network_ms"] - fast["call_ms"], 2))
 
 
+@pytest.mark.parametrize(("call_ms", "exposed"), [(100.0, 2.0), (5.0, 3.0), (None, None)])
+def test_chunks_expose_the_first_arrival_and_the_last_return(
+    call_ms: float | None, exposed: float | None
+) -> None:
+    rows = plan.Rows(*[np.full(2, 1_000_000)] * 7)
+    found = [
+        plan.times_of(rows, plan.Sizes(20, 20, 0), call_ms, 12.5, chunks)["exposed_ms"]
+        for chunks in (1, 4)
+    ]
+    assert found == [8.0, exposed]
+
+
 def test_block_scales_halve_what_crosses_before_the_experts() -> None:
     """Rows are halved in three of the five exchanges."""
     cluster = options(nodes=4, cases=("deepseek-v3-like",), recipes=("none", "fp8", "fp8-block"))
