@@ -9,6 +9,7 @@ Letters: `board.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 from ep_runtime.board_abi import PAGE_BYTES
@@ -31,6 +32,8 @@ MIN_LANES = 2
 # Copies of experts, as in copy_experts.cu and copy_experts.h.
 COPY_CHUNK_BYTES = 64 << 10
 MAX_SPARE = 256
+# With fewer rows of an expert on average, computing rows takes less time than copying its weights.
+LEAST_ROWS_COPIED = 1024
 
 
 def on_device(spec: GroupSpec) -> bool:
@@ -104,14 +107,48 @@ def lane_rows(spec: GroupSpec) -> int:
     return min(apart, max(slots * 3 // 2 if counted else slots, 4 * ranks))
 
 
-def spreads(spec: GroupSpec) -> bool:
-    """Returns whether calls spread the rows of overfull ranks over copies of their experts."""
-    return spec.spare_experts > 0 and spec.ep_size > 1
+def auto_spare(spec: GroupSpec) -> int:
+    """Returns what spare_experts="auto" means for a spec without slots: L, or 0.
+
+    A rank has as many slots as experts if block calls can copy experts, and the group's largest
+    calls have enough rows of each. If `workspace` is given there are no slots, because calls that
+    spread have room for all rows.
+    """
+    full = dataclasses.replace(spec, spare_experts=spec.experts_per_rank)
+    copied = block_copies(full) and _has_rows(spec, spec.max_tokens_per_rank * spec.max_top_k)
+    fits = spec.workspace == "auto" and 2 * spec.num_experts <= MAX_EXPERTS
+    return full.spare_experts if copied and fits else 0
+
+
+def spreads(spec: GroupSpec, slots: int, *, kernels: bool) -> bool:
+    """Returns whether a call spreads the rows of overfull ranks over copies of their experts.
+
+    If block calls can copy experts, calls without kernels do not spread. Nor do calls with too few
+    rows of an expert, unless all calls of the group have too few.
+
+    Args:
+        spec: the group.
+        slots: T * K of the call.
+        kernels: whether the call has kernels.
+    """
+    if not block_copies(spec):
+        return slots > 0 and composed_copies(spec)
+    most = spec.max_tokens_per_rank * spec.max_top_k
+    return slots > 0 and kernels and (_has_rows(spec, slots) or not _has_rows(spec, most))
+
+
+def _has_rows(spec: GroupSpec, slots: int) -> bool:
+    return slots >= LEAST_ROWS_COPIED * spec.experts_per_rank
+
+
+def composed_copies(spec: GroupSpec) -> bool:
+    """Returns whether a group has slots for copies of experts that block calls cannot fill."""
+    return spec.spare_experts > 0 and spec.ep_size > 1 and not block_copies(spec)
 
 
 def copied_chunks(spec: GroupSpec) -> int:
     """Returns the chunks of copied experts that a lane holds from each source; 0: none move so."""
-    if not maps_windows(spec) or spec.spare_experts > MAX_SPARE:
+    if not maps_windows(spec) or spec.spare_experts > MAX_SPARE or spec.ep_size == 1:
         return 0
     lane = lane_rows(spec) * spec.hidden_size * DTYPE_BYTES[spec.max_token_dtype]
     return min(lane // (spec.ep_size - 1) // COPY_CHUNK_BYTES, spec.max_tokens_per_rank)

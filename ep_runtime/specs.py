@@ -360,11 +360,12 @@ class GroupSettings:
         ep_size = prod(dict(mesh_axes)[axis] for axis in ep_axis)
         _check_node_size(self.node_size, ep_size, self.transport)
         capacity = self._capacity(ep_size)  # also checks its arguments
-        spare = 0 if self.spare_experts == "auto" else self.spare_experts
+        auto = self.spare_experts == "auto"
+        spare = 0 if auto else self.spare_experts
         _check_spare_experts(spare, self.num_experts, ep_size)
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del given["capacity_factor"]
-        return GroupSpec(
+        spec = GroupSpec(
             **given
             | {name: int(given[name]) for name in _WHOLE}
             | {
@@ -379,6 +380,11 @@ class GroupSettings:
                 "spare_experts": int(spare),
             }
         )
+        if not auto:
+            return spec
+        from ep_runtime import device_layout
+
+        return dataclasses.replace(spec, spare_experts=device_layout.auto_spare(spec))
 
     def _check(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ import pytest
 
 import ep_runtime as ep
 from ep_runtime import workspace
+from ep_runtime_client.base.layers import TracedLayer
 from ep_runtime_client.moe import bodies
 from ep_runtime_client.moe import resolve as moe_call
 from ep_runtime_client.moe.bodies import composed, cuda, cuda_nodes
@@ -160,9 +162,11 @@ class Ways:
 
 
 def by_ops(
-    layer: Any, block: Any, moved: Any, params: Any, weighted: str, kept: Any, body: str, state: Any
+    block: Any, moved: Any, params: Any, weighted: str, kept: Any, chosen: Any, state: Any
 ) -> Any:
     """Has the arguments and results of `moe_call.run`."""
+    stack: Any = types.SimpleNamespace(_layer=lambda _: chosen.call.layer)
+    layer = TracedLayer(stack, moved.index[0])
     dispatched = ep.dispatch(
         layer,
         moved.tokens,

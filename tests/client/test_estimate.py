@@ -21,6 +21,7 @@ from ep_runtime_server.groups import claims
 
 _ROOT = Path(__file__).parents[2]
 _MESH = AbstractMesh((2, 4), ("dp", "ep"))
+_SLOTS: tuple[dict[str, Any], ...] = ({}, {"spare_experts": 16}, {"spare_experts": 0})
 _ARGUMENTS = SMALL | {"outer_axes": "dp", "hidden_size": 64, "max_tokens_per_rank": 32}
 
 
@@ -109,6 +110,26 @@ def test_slots_for_copies_take_weights_and_bound_the_slab() -> None:
     rows = as_many_as_experts.dispatched_bytes_per_layer // (64 * 2 + 4)
     assert 2 * 1024 * 1.03 < rows < 2 * 1024 * 1.03 + 5 * 8
     assert as_many_as_experts.plan_bytes_per_layer < none.plan_bytes_per_layer
+
+
+def test_auto_counts_the_slots_that_gpus_get() -> None:
+    wide = {**_ARGUMENTS, "max_tokens_per_rank": 8192, "num_experts": 64, "max_top_k": 8}
+    estimated = functools.partial(ep.estimate_memory, "g", _MESH, mlp_dim=128, **wide)
+    by_default, slots, none = (estimated(transport="nvlink", **n) for n in _SLOTS)
+    assert by_default == slots
+    assert by_default.workspace_bytes_per_device != none.workspace_bytes_per_device
+    # Only block calls spread rows, so other calls' slabs have room for the worst case.
+    assert slots.dispatched_bytes_per_layer == none.dispatched_bytes_per_layer
+    unknown = estimated()
+    assert unknown.workspace_bytes_per_device == by_default.workspace_bytes_per_device
+    assert unknown.saved_bytes_per_layer == by_default.saved_bytes_per_layer
+    assert unknown.plan_bytes_per_layer == none.plan_bytes_per_layer
+    assert unknown.copies_bytes_per_device == 0
+    # These recipes have no block calls.
+    slots, none = (
+        estimated(transport="nvlink", recipe=ep.recipes.MXFP8(), **n) for n in _SLOTS[1:]
+    )
+    assert slots == dataclasses.replace(none, staging_bytes_per_rank=slots.staging_bytes_per_rank)
 
 
 def _prepared_bytes(layer: Any, ranks: int) -> int:
@@ -303,7 +324,7 @@ _ELEMENTS = {"bfloat16": 2, "float8_e4m3fn": 2, "float32": 4, "float64": 4}
 @pytest.mark.parametrize("dtype", _ELEMENTS)
 def test_estimate_of_block_calls_is_of_the_workspace(dtype: str) -> None:
     wide = {**_ARGUMENTS, "max_tokens_per_rank": 8192, "num_experts": 64, "max_top_k": 8}
-    wide["max_token_dtype"] = dtype
+    wide |= {"max_token_dtype": dtype, "spare_experts": 0}
     spec = specs.make_group_spec(name="g", mesh_axes=(("dp", 2), ("ep", 4)), **wide)
     sizes = estimate.block_sizes(spec, 128, gated=True)
     found = ep.estimate_memory("g", _MESH, mlp_dim=128, **wide)

@@ -15,10 +15,11 @@ from fakes import MakeGroup
 from moe_layouts import EXPERTS, LAYOUTS, TOKENS, TOP_K, make_params, open_group, place
 
 import ep_runtime as ep
-from ep_runtime import board, board_records, layout
-from ep_runtime_client.moe import copies
+from ep_runtime import board, board_records, device_layout, layout
+from ep_runtime_client.moe import bodies, copies
 from ep_runtime_client.moe.api import moe
 from ep_runtime_client.ops.movement.prepare import call_of_plan
+from ep_runtime_client.ops.tracing import scopes
 from ep_runtime_client.programs.explain import explain_text
 
 Ints = npt.NDArray[np.int64]
@@ -266,6 +267,28 @@ def test_values_gradients_and_statistics_are_those_without_copies(make_group: Ma
         assert worst_error(values, without) < 1e-6
         jax.tree.map(np.testing.assert_array_equal, stats, counts)
     jax.tree.map(np.testing.assert_array_equal, *others)
+
+
+@pytest.mark.parametrize("transport", ["memfd", "xla"])
+def test_a_call_of_few_rows_is_that_of_a_group_without_slots(
+    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    """Where kernels copy experts. One more token of each rank has enough rows."""
+    monkeypatch.setattr(device_layout, "block_copies", lambda spec: spec.spare_experts > 0)
+    monkeypatch.setattr(device_layout, "LEAST_ROWS_COPIED", 4)
+    found = []
+    for spare, tokens in ((0, 3), (SPARE, 3), (SPARE, 4)):
+        given = {"spare_experts": spare, "transport": transport}
+        _, layer, x, params = opened(make_group, "dp2 ep4", **given)
+        x = jax.device_put(x[: 8 * tokens], x.sharding)
+        with bodies.forced(bodies.COMPOSED):
+            run = jax.jit(graded(functools.partial(moe, layer, **SKEWED)))
+            program = run.lower(x, params).compile()
+        (path,) = explain_text(program.as_text()).paths
+        spreads = tokens == 4
+        assert (path.spare_experts == SPARE) == (scopes.COPIED in program.as_text()) == spreads
+        found.append(jax.device_get(program(x, params)))
+    jax.tree.map(np.testing.assert_array_equal, *found[:2])
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,26 @@ def test_block_calls_in_chunks_run_while_the_next_tokens_and_the_last_sums_cross
         assert each.invars[given].aval.shape == each.outvars[result].aval.shape
 
 
+@pytest.mark.usefixtures("_as_with_gpus")
+@pytest.mark.parametrize(("recipe", "copied"), [(None, True), (ep.recipes.MXFP8(), False)])
+def test_calls_with_kernels_have_copies_by_default(
+    make_group: fakes.MakeGroup, monkeypatch: pytest.MonkeyPatch, recipe: Any, copied: bool
+) -> None:
+    local = EXPERTS // 4
+    monkeypatch.setattr(device_layout, "copied_chunks", lambda spec: spec.spare_experts)
+    monkeypatch.setattr(device_layout, "LEAST_ROWS_COPIED", TOKENS * TOP_K // local)
+    settings = {"transport": "nvlink", "max_token_dtype": "bfloat16"}
+    group = make(make_group, axes={"ep": 4}, **settings)
+    assert group.spec.spare_experts == local
+    run, operands = scanned(group, recipe, jnp.bfloat16)
+    made = [each for each in equations(run.trace(*operands).jaxpr.jaxpr) if _is_prepare(each)]
+    assert [each.outvars[-1].aval.shape == (4, local) for each in made] == [copied]
+
+
+def _is_prepare(equation: Any) -> bool:
+    return bool(equation.params.get("target_name") == transports_windows.PREPARE)
+
+
 def equations(jaxpr: Any) -> Iterator[Any]:
     for equation in jaxpr.eqns:
         yield equation

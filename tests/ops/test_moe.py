@@ -92,7 +92,7 @@ def test_weights_wait_for_combine_unless_asked_or_faster_before(
     run, found = moe_call.run, []
 
     def seen(*args: Any) -> Any:
-        found.append(args[4])
+        found.append(args[3])
         return run(*args)
 
     monkeypatch.setattr(moe_call, "run", seen)

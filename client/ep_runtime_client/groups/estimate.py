@@ -23,9 +23,6 @@ _log = logging.getLogger("ep_runtime")
 # A group that takes more than this share of a device's memory causes a warning with advice.
 WARN_SHARE = 0.10
 
-# Transports on which `ep.moe` can make block calls; "auto" if on GPUs.
-_BLOCK_TRANSPORTS = ("auto", "nvlink", "nccl")
-
 
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
@@ -62,16 +59,18 @@ class MemoryEstimate:
 def of_spec(spec: specs.GroupSpec) -> MemoryEstimate:
     """Returns the estimate for a resolved spec."""
     row_bytes = spec.hidden_size * specs.DTYPE_BYTES[spec.max_token_dtype]
+    # If block calls copy experts, no others do.
+    rows = _rows(spec) if device_layout.composed_copies(spec) else spec.recv_capacity_per_rank
     return MemoryEstimate(
         staging_bytes_per_rank=staging_bytes(spec),
-        dispatched_bytes_per_layer=_slab_rows(spec) * (row_bytes + 4),
+        dispatched_bytes_per_layer=rows * (row_bytes + 4),
         capacity_per_rank=spec.recv_capacity_per_rank,
         plan_bytes_per_layer=_plan_bytes(spec),
     )
 
 
-def _slab_rows(spec: specs.GroupSpec) -> int:
-    """Returns the rows of the largest slab of `ep.moe`."""
+def _rows(spec: specs.GroupSpec) -> int:
+    """Returns the most rows that a rank receives in the largest call of `ep.moe`."""
     if not spec.spare_experts:
         return spec.recv_capacity_per_rank
     return spread_capacity(
@@ -87,7 +86,7 @@ def _plan_bytes(spec: specs.GroupSpec) -> int:
     """Returns the bytes of a plan (`ops/calls/plan.py`, int32) of a layer with the largest K."""
     tokens, slots = spec.max_tokens_per_rank, spec.max_tokens_per_rank * spec.max_top_k
     counts = spec.ranks_per_node * device_layout.count_columns(spec, spec.staged_tokens)
-    received = counts + spec.ep_size * tokens + 1 + 2 * _slab_rows(spec)
+    received = counts + spec.ep_size * tokens + 1 + 2 * _rows(spec)
     virtual = 2 * spec.num_nodes * slots + 1 if spec.node_size else 0
     groups = 2 * (spec.experts_per_rank + spec.spare_experts)
     copies = spec.ep_size * spec.spare_experts
@@ -127,7 +126,7 @@ def block_sizes(
         nodes=spec.num_nodes,
         lane_rows=device_layout.lane_rows(spec),
         experts=spec.experts_per_rank + spec.spare_experts,
-        capacity=_slab_rows(spec),
+        capacity=_rows(spec),
         alignment=workspace.ROW_ALIGNMENT,
         hidden_size=spec.hidden_size,
         mlp_dim=mlp_dim,
@@ -231,16 +230,25 @@ def estimate_memory(
     scaling = _scaling_of(recipe)
     if mlp_dim is not None:
         check_whole("mlp_dim", mlp_dim)
-    blocks = _has_blocks(spec, transport) and scaling is not None
-    if mlp_dim is not None and spec.spare_experts and not blocks:
+    on_gpus = spec
+    if transport == "auto":
+        on_gpus = dataclasses.replace(spec, transport="nvlink")
+        if arguments.get("spare_experts", "auto") == "auto":
+            slots = device_layout.auto_spare(on_gpus)
+            on_gpus = dataclasses.replace(on_gpus, spare_experts=slots)
+    blocks = _has_blocks(on_gpus) and scaling is not None
+    if mlp_dim is not None and device_layout.composed_copies(spec) and not blocks:
         experts = spec.experts_per_rank + (1 + 2 * spec.ep_size) * spec.spare_experts
         weights = (3 if gated else 2) * spec.hidden_size * mlp_dim
         return dataclasses.replace(found, copies_bytes_per_device=4 * experts * weights)
+    if scaling is None and device_layout.block_copies(spec):
+        without = of_spec(dataclasses.replace(spec, spare_experts=0))
+        return dataclasses.replace(found, plan_bytes_per_layer=without.plan_bytes_per_layer)
     if mlp_dim is None or not blocks or scaling is None:
         return found
-    sizes = block_sizes(spec, mlp_dim, gated=gated, scaling=scaling)
+    sizes = block_sizes(on_gpus, mlp_dim, gated=gated, scaling=scaling)
     # With copies a call has room for all rows, as `ep.moe` gives it.
-    setting = float(sizes.capacity) if spec.spare_experts else spec.workspace
+    setting = float(sizes.capacity) if on_gpus.spare_experts else spec.workspace
     chunks = node_chunks(spec, sizes)
     of_chunk = dataclasses.replace(sizes, tokens=sizes.tokens // chunks)
     block = workspace.of_block(of_chunk, setting, keep=keep, keep_factor=keep_factor)
@@ -257,11 +265,8 @@ def estimate_memory(
     )
 
 
-def _has_blocks(spec: specs.GroupSpec, transport: str) -> bool:
-    if transport == "auto":
-        spec = dataclasses.replace(spec, transport="nvlink")
-    copies = not device_layout.spreads(spec) or device_layout.block_copies(spec)
-    return transport in _BLOCK_TRANSPORTS and copies
+def _has_blocks(spec: specs.GroupSpec) -> bool:
+    return device_layout.on_device(spec) and not device_layout.composed_copies(spec)
 
 
 def _scaling_of(recipe: checks.Recipes) -> workspace.Scaling | None:
@@ -279,7 +284,7 @@ def _scaling_of(recipe: checks.Recipes) -> workspace.Scaling | None:
 def report(spec: specs.GroupSpec, device: Any, devices_per_host: int) -> None:
     """Logs one line with the group's sizes, and a warning if they are large for the device."""
     sizes = of_spec(spec)
-    blocks = _has_blocks(spec, spec.transport)  # block calls need no slab
+    blocks = _has_blocks(spec)  # block calls need no slab
     _log.info(
         "group %r: capacity %d rows per rank, staging %s per rank, dispatched %s per layer and "
         "rank%s, transport %s",
@@ -305,7 +310,7 @@ def _warn_of_large(spec: specs.GroupSpec, sizes: MemoryEstimate, total: int) -> 
     """Warns if the group takes much memory. Block calls need no slab, so then it is not counted."""
     staging, slab = sizes.staging_bytes_per_rank, sizes.dispatched_bytes_per_layer
     what, hint = f"staging takes {iec(staging)},", "make it smaller"
-    if not _has_blocks(spec, spec.transport):
+    if not _has_blocks(spec):
         rows = sizes.capacity_per_rank
         what = f"staging ({iec(staging)}) and a slab ({iec(slab)}, {rows} rows) take"
         hint = "make the one smaller, capacity_factor the other"

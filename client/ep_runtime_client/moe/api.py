@@ -267,10 +267,11 @@ def moe(
     remedy = _PAD if routing is None else token_layout.PAD_TOKENS
     rows = rows.astype(dtype)
     moved = moe_call.Moved(index, mesh, rows, routed, handle, capacity, tokens_spec, remedy)
-    body, why = moe_call.chosen(static, block, moved, params, weighted)
-    with scope(f"moe.{body}.{why or 'taken'}.{group.spare_experts}", static):
+    way = moe_call.chosen(static, block, moved, params, weighted)
+    spare = group.spare_experts if way.spread else 0
+    with scope(f"moe.{way.body}.{way.why or 'taken'}.{spare}", static):
         saved = moe_call.SavedRows(keep, keep_factor)
-        y, plan, after = moe_call.run(layer, block, moved, params, weighted, saved, body, after)
+        y, plan, after = moe_call.run(block, moved, params, weighted, saved, way, after)
     # Losses and counts are of the global batch, so they are summed over the manual axes that shard
     # it. Axes of size 1 are included, because JAX's types say that values vary over them.
     manual = manual_axes(group)

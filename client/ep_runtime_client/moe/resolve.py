@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from ep_runtime import device_layout, workspace
-from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
+from ep_runtime_client.base.layers import EpLayer
 from ep_runtime_client.moe import bodies, copies, gradient
 from ep_runtime_client.moe.bodies.cuda import scaling_of
 from ep_runtime_client.moe.params import MoEParams
@@ -88,6 +88,22 @@ class Moved:
     remedy: str
 
 
+class Chosen(NamedTuple):
+    """How one call runs.
+
+    Attributes:
+        call: the call, before experts have copies.
+        body: name of the body.
+        why: why it is not the fast one, a name in `bodies.REASONS`; empty for the fast one.
+        spread: whether rows of overfull ranks go to copies of experts.
+    """
+
+    call: Call
+    body: str
+    why: str
+    spread: bool
+
+
 class SavedRows(NamedTuple):
     """The rows that forward saves for backward: `keep` and `keep_factor` of `ep.moe`."""
 
@@ -126,13 +142,25 @@ def _sent_by(layer: EpLayer, recipe: Recipe | None, body: str, weighted: Weighte
 
 def chosen(
     layer: EpLayer, block: Block, moved: Moved, params: MoEParams, weighted: Weighted
-) -> tuple[str, str]:
-    """Returns (body of a call of `moe`, why it is not the fast one)."""
-    group = layer.group_spec
-    return bodies.chosen(
+) -> Chosen:
+    """Checks a call of `moe`, and chooses how it runs."""
+    group, tokens, routed = layer.group_spec, moved.tokens, moved.routed
+    check_width("tokens", layer, tokens.dtype, one_byte=True)
+    given = (moved.index, tokens, routed.topk_idx, routed.topk_weights)
+    call = make_call(
+        layer,
+        moved.mesh,
+        tokens.shape[:-1],
+        known_specs(moved.tokens_spec, *given[1:]),
+        given,
+        handle=moved.handle,
+        capacity=moved.capacity,
+        remedy=moved.remedy,
+    )
+    body, why = bodies.chosen(
         bodies.Asked(
             group=group,
-            tokens=math.prod(moved.tokens.shape[:-1]),
+            tokens=math.prod(tokens.shape[:-1]),
             hidden=group.hidden_size,
             inner=params.wo.shape[1],
             experts=group.experts_per_rank,
@@ -142,20 +170,24 @@ def chosen(
             to_input=weighted == "input",
         )
     )
+    if bodies.has_workspace(body):
+        call = dataclasses.replace(call, own_alignment=workspace.ROW_ALIGNMENT)
+    slots = call.layout.tokens_per_rank * layer.top_k
+    return Chosen(call, body, why, device_layout.spreads(group, slots, kernels=not why))
 
 
 def run(
-    layer: EpLayer | TracedLayer,
     block: Block,
     moved: Moved,
     params: MoEParams,
     weighted: Weighted,
     saved: SavedRows,
-    body: str,
+    chosen: Chosen,
     state: MoEState | None,
 ) -> tuple[jax.Array, AnyArrays, MoEState | None]:
     """Runs the experts; returns (y like the tokens, the plan, the next state)."""
-    call, plan, most, spread = _planned(resolve(layer)[0], moved, body)
+    body = chosen.body
+    call, plan, most, spread = _planned(chosen, moved.index, moved.routed.topk_idx)
     if call.layout.tokens_per_rank == 0:
         return moved.tokens, plan, state
     recipes, dtype = block.recipes, block.activation.dtype
@@ -202,29 +234,14 @@ def run(
 
 
 def _planned(
-    layer: EpLayer, moved: Moved, body: str
+    chosen: Chosen, index: jax.Array, topk_idx: jax.Array
 ) -> tuple[Call, AnyArrays, jax.Array, jax.Array | None]:
-    """Makes the call and its plan; returns also the most rows of any rank's zones, int32 [R, 1],
-    and the experts of slots for copies."""
-    tokens, routed = moved.tokens, moved.routed
-    check_width("tokens", layer, tokens.dtype, one_byte=True)
-    given = (moved.index, tokens, routed.topk_idx, routed.topk_weights)
-    call = make_call(
-        layer,
-        moved.mesh,
-        tokens.shape[:-1],
-        known_specs(moved.tokens_spec, *given[1:]),
-        given,
-        handle=moved.handle,
-        capacity=moved.capacity,
-        remedy=moved.remedy,
-    )
-    with_workspace = bodies.has_workspace(body)
-    if with_workspace:
-        call = dataclasses.replace(call, own_alignment=workspace.ROW_ALIGNMENT)
-    if device_layout.spreads(call.group) and call.layout.tokens_per_rank > 0:
-        return copies.spread(call, moved.index, routed.topk_idx)
-    plan, most = make_plan(call, moved.index, routed.topk_idx, most=with_workspace)
+    """Returns the call with its plan, the most rows of any rank's zones, int32 [R, 1], and the
+    experts of slots for copies."""
+    call = chosen.call
+    if chosen.spread:
+        return copies.spread(call, index, topk_idx)
+    plan, most = make_plan(call, index, topk_idx, most=bodies.has_workspace(chosen.body))
     return call, plan.arrays, plan.arrays.num_recv if most is None else most, None
 
 

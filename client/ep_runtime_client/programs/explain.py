@@ -130,7 +130,8 @@ class MoEPath:
         path: the body that runs them: "cuda" or "cuda_nodes" (one custom call forward and one
             backward), or "composed" (separate ops, on arrays that have room for the worst case).
         why: the reason for "composed"; empty for the others.
-        spare_experts: slots of each rank for copies of other ranks' experts.
+        spare_experts: slots of each rank for copies of other ranks' experts; 0 if its calls do
+            not spread rows over copies.
     """
 
     layer: str

@@ -115,7 +115,7 @@ class Session:
             num_sms: SMs for exchanges, 2 to 256; None is the fastest.
             workspace: room for a block call's rows (docs/memory.md).
             overlap: block calls overlap exchanges with matmuls.
-            spare_experts: slots for copies of experts (docs/capacity.md); "auto" is 0.
+            spare_experts: slots for copies of experts; "auto" as in docs/capacity.md.
             replace: replace a group that has other settings.
 
         Returns:

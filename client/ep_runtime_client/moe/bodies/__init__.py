@@ -108,7 +108,7 @@ def unsupported(asked: Asked) -> str:
     group = asked.group
     if not on_gpus(group):
         return "transport"
-    if device_layout.spreads(group) and not device_layout.block_copies(group):
+    if device_layout.composed_copies(group):
         return "copies"
     recipe, dtype = asked.recipes[0], jnp.dtype(asked.activation.dtype)
     whole = cuda.multiple_of(dtype, recipe, paired=asked.paired)
