@@ -157,6 +157,7 @@ def _group(options: BenchOptions, case: Case, precision: str) -> dict[str, Any]:
         "max_top_k": case.top_k,
         "max_token_dtype": options.dtype,
         "combine_precision": precision,
+        "spare_experts": 0,  # the times below are without copies of experts
         **(between if options.nodes > 1 else {"transport": "nvlink"}),
     }
 

@@ -92,6 +92,7 @@ def test_wrong_names_are_exit_code_1() -> None:
         ({"processes": 3}, "--processes must divide --devices=8, got 3"),
         ({"processes": 2, "benches": ("dispatch", "gemm")}, "got it with gemm"),
         ({"row_bytes": (3,)}, "multiples of 2"),
+        ({"spare_experts": ("auto", "-1")}, "--spare-experts must be auto or .*, got auto,-1"),
     ],
 )
 def test_processes_and_rows_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:

@@ -24,6 +24,7 @@ EIGHT_BIT = RECIPES[2:]
 # When weights of an 8-bit recipe are quantized: in every call, or once per step. `moe` does not
 # time the quantization per step, because many layers of a model share a step.
 QUANTIZED = ("call", "step")
+AUTO_SPARE = "auto"  # slots for copies as the group chooses
 # The router's weights multiply the activations before wo, or the outputs in combine.
 WEIGHTS = ("hidden", "output")
 
@@ -86,7 +87,7 @@ class Order:
             any routing.
         recipe: one of RECIPES.
         overlap: whether exchanges overlap matmuls, "on" or "off".
-        spare_experts: slots of each rank for copies of experts.
+        spare_experts: slots of each rank for copies of experts, or AUTO_SPARE.
         precision: the group's combine_precision.
         quantized: one of QUANTIZED.
         config: options of a model's config.json, from which our router and activation are made;
@@ -104,7 +105,7 @@ class Order:
     capacity_factor: float = 0.0
     recipe: str = RECIPES[0]
     overlap: str = "on"
-    spare_experts: int = 0
+    spare_experts: int | str = AUTO_SPARE
     precision: str = COMBINE_PRECISIONS[0]
     quantized: str = QUANTIZED[0]
     config: Mapping[str, Any] | None = None
@@ -122,7 +123,7 @@ class Order:
         words += [f"{self.capacity_factor:g}x"] * (self.capacity_factor != 0)
         words += [self.own_label] * bool(self.own_label)
         words += [f"overlap {self.overlap}"] * (self.overlap != "on")
-        words += [f"{self.spare_experts} spare"] * (self.spare_experts != 0)
+        words += [f"{self.spare_experts} spare"] * (self.spare_experts != AUTO_SPARE)
         words += [f"{self.precision} sums"] * (self.precision != COMBINE_PRECISIONS[0])
         words += ["weights once"] * (self.quantized != QUANTIZED[0])
         return " ".join(words)
@@ -169,7 +170,7 @@ def settings(options: Any, **own: Sequence[Any]) -> list[dict[str, Any]]:
         "capacity_factor": options.capacity,
         **own,
         "overlap": options.overlap,
-        "spare_experts": options.spare_experts,
+        "spare_experts": [n if n == AUTO_SPARE else int(n) for n in options.spare_experts],
         "precision": options.precision,
         "quantized": options.quantized,
     }

@@ -13,6 +13,7 @@ from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
 from ep_runtime.specs import COMBINE_PRECISIONS, DTYPE_BYTES
 from ep_runtime_bench.base import model_config
 from ep_runtime_bench.base.moe_cases import (
+    AUTO_SPARE,
     CASES,
     CPU_CASES,
     DEFAULT_CASES,
@@ -120,8 +121,10 @@ class BenchOptions:
         "on GPUs: exchanges of `moe` and `train` overlap matmuls",
         choices=("on", "off"),
     )
-    spare_experts: tuple[int, ...] = _option(
-        (0,), "slots of each rank for copies of overfull experts, in `moe` and `train`"
+    spare_experts: tuple[str, ...] = _option(
+        (AUTO_SPARE,),
+        "slots of each rank for copies of overfull experts, in `moe` and `train`: numbers, or "
+        f"{AUTO_SPARE}",
     )
     models: tuple[str, ...] = _option(
         tuple(MODELS)[:1], "models that `train` trains", choices=MODELS
@@ -193,6 +196,10 @@ class BenchOptions:
         if self.commit_every < 0 or (self.commit_every and self.benches != ("train",)):
             text = "--commit-every must be at least 0 and is for train only, got "
             yield "commit_every", f"{text}{self.commit_every} with {','.join(self.benches)}"
+        wrong = [x for x in self.spare_experts if x != AUTO_SPARE and not x.isdecimal()]
+        if wrong or not self.spare_experts:
+            text = f"--spare-experts must be {AUTO_SPARE} or numbers of at least 0, got "
+            yield "spare_experts", text + ",".join(self.spare_experts)
         least_one = ("devices", "processes", "top_k", "num_experts", "repeats")
         for argument in (*least_one, "nodes", "gpus_per_node"):
             if getattr(self, argument) < 1:
@@ -309,7 +316,7 @@ class BenchOptions:
         if "memfd" in self.transports:
             text = "memfd runs on CPU devices, nvlink on GPUs; measure them separately, got "
             yield "transports", f"{text}--transports {','.join(self.transports)}"
-        lowest = {"tokens": 1, "hidden": 8, "sms": 0, "spare_experts": 0}
+        lowest = {"tokens": 1, "hidden": 8, "sms": 0}
         for name, least in lowest.items():
             values = getattr(self, name)
             values = values if isinstance(values, tuple) else (values,)

@@ -24,6 +24,7 @@ from typing import Any
 from ep_runtime.specs import COMBINE_PRECISIONS
 from ep_runtime_bench.base import clients, speeds
 from ep_runtime_bench.base.moe_cases import (
+    AUTO_SPARE,
     PADDED,
     QUANTIZED,
     RECIPES,
@@ -194,7 +195,7 @@ def _peer_of(order: TrainOrder, subject: str, remat: str) -> TrainOrder:
         capacity_factor=0.0,
         remat=remat,
         overlap="on",
-        spare_experts=0,
+        spare_experts=AUTO_SPARE,
         quantized=QUANTIZED[0],
         precision=COMBINE_PRECISIONS[0],
     )
