@@ -122,6 +122,27 @@ def test_copies_of_experts(blocks: Blocks, name: str, routing: str) -> None:
     compare(blocks, layer, blocks.params(layer, **of_params), given, dtype, **options)
 
 
+@pytest.mark.skipif(TRANSPORT == "nccl", reason="copies go through windows")
+@pytest.mark.parametrize("routing", ["everything to one rank", "unused slots"])
+def test_a_call_of_few_rows_is_that_of_a_group_without_slots(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch, routing: str
+) -> None:
+    # So it is on GPUs, but not in a trial.
+    monkeypatch.setattr(device_layout, "block_copies", lambda spec: spec.spare_experts > 0)
+    monkeypatch.setattr(device_layout, "LEAST_ROWS_COPIED", TOKENS * TOP_K // LOCAL)
+    x, weights, idx = (
+        jax.device_put(given[: len(given) // 2], given.sharding)
+        for given in blocks.drawn(ROUTINGS[routing])
+    )
+    blocks.call()
+    found = []
+    for spare in (0, LOCAL):
+        layer = blocks.layer(f"slots-{spare}", spare_experts=spare)
+        run = functools.partial(graded, layer, jnp.dtype("bfloat16"))
+        found.append(ran(run, x, weights, idx, blocks.params(layer)))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
 PLANNED = ROUTINGS | {
     "even": lambda idx, experts: idx,
     "zipf": lambda idx, experts: (
