@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import itertools
-import json
 import os
 import random
 import signal
@@ -27,14 +25,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from daemon_fixtures import wait_until
 from distributed.going_on_job import READY
-from distributed.test_going_on import HANG_S, JOB, MOMENTS_S, losses_of, meet, start
+from distributed.test_going_on import HANG_S, MOMENTS_S, TRAIN, Replays, losses_of, meet, start
 from multiprocess import launch
 
 PROCESSES = 4
@@ -44,8 +40,7 @@ QUIET_PROCESSES = 8
 COMPILES = 5  # steps between compilations without a loss
 LARGE = dict(TEST_HIDDEN="512", TEST_MLP="1024", TEST_EXPERTS="32", TEST_RETAIN="600")
 _STAGES = {"connected": "to connect", "built": "to its state", "at": "to the next correct step"}
-_TRAIN, _REPLAY = (JOB.replace("run(", f"{name}(") for name in ("train", "replay"))
-REPLAYED = 300  # steps of a generation
+EXPERTS = "24"  # divided by 8, 6, 4 and 2 devices
 
 
 class Measurement:
@@ -57,7 +52,6 @@ class Measurement:
         self.jobs = 0
         self.taken_s: dict[str, list[float]] = collections.defaultdict(list)
         self.done: list[Path] = []  # folders with losses that are to be checked
-        self.steps = self.replayed = self.states = 0  # that were compared
         self.hangs = self.false = 0  # processes that stopped without having been killed
 
     @property
@@ -70,37 +64,9 @@ class Measurement:
         self.jobs += 1
         self.folder.mkdir()
         saves = {} if name else {"TEST_SAVES": ""}
-        more = {"TEST_EXPERTS": "24", "TEST_STEPS": str(10**9), **saves, **more}
+        more = {"TEST_EXPERTS": EXPERTS, "TEST_STEPS": str(10**9), **saves, **more}
         name, more["TEST_TO"] = name or str(self.jobs), str(self.folder)
-        script = _REPLAY if "TEST_AGAIN" in more else _TRAIN
-        return start(self.place, processes, self.devices, name, script, self.life_s, **more)
-
-    def wrong_steps(self) -> Iterator[str]:
-        """Names steps whose losses or states differ among processes, or from those of new jobs."""
-        known: dict[str, list[tuple[int, set[str]]]] = collections.defaultdict(list)
-        again: dict[int, list[tuple[str, int, str]]] = collections.defaultdict(list)
-        for folder in self.done:
-            for (generation, step), losses in sorted(losses_of(folder).items()):
-                known[str(folder / f"{generation}.npz")].append((step, losses))
-            files = sorted(folder.glob("*.npz"), key=lambda file: int(file.stem))
-            for file, following in itertools.zip_longest(map(str, files), map(str, files[1:])):
-                steps = known[file]
-                self.steps += len(steps)
-                yield from (f"{file}: step {at}: {found}" for at, found in steps if len(found) > 1)
-                with np.load(file) as saved:
-                    devices = int(saved["devices"])
-                again[devices].append((file, min(len(steps), REPLAYED), following or ""))
-        for devices, replays in again.items():
-            processes = devices // max(self.devices, 1)
-            with self.job(processes=processes, TEST_AGAIN=json.dumps(replays)) as job:
-                said = job.heard(self.life_s)[0]
-            for file, losses in said["losses"].items():
-                self.replayed += len(losses)
-                for (step, found), loss in zip(known[file], losses, strict=False):
-                    if len(found) == 1 and found != {loss}:
-                        yield f"{file}: step {step}: {found}, and {loss} again"
-            self.states += len(said["same"])
-            yield from (f"{file}: another state" for file, same in said["same"].items() if not same)
+        return start(self.place, processes, self.devices, name, TRAIN, self.life_s, **more)
 
     def all_died_and_came_back(self) -> None:
         """Kills processes 2 and 0, one after the other; each comes back."""
@@ -224,8 +190,10 @@ class Measurement:
         for what, taken in self.taken_s.items():
             figures = f"{min(taken):.1f} | {statistics.median(taken):.1f} | {max(taken):.1f}"
             _say(f"| {what} | {len(taken)} | {figures} |")
-        wrong = [*self.wrong_steps()]
-        compared = f"{self.replayed} of {self.steps} steps replayed, {self.states} states compared"
+        replays = Replays(self.place, self.devices)
+        wrong = [*replays.wrong_steps(self.done, TEST_EXPERTS=EXPERTS)]
+        compared = f"{replays.replayed} of {replays.steps} steps replayed"
+        compared += f", {replays.states} states compared"
         _say("\n".join(["", *wrong, f"wrong losses or states: {len(wrong)}; {compared}"]))
         _say(f"hangs: {self.hangs}, processes lost unharmed: {self.false}")
         return int(self.hangs + len(wrong) + self.false > 0)
