@@ -12,6 +12,7 @@
 #include "cuda/movement/dispatch/dispatch_kernels.h"
 #include "cuda/movement/prepare/prepare_kernels.h"
 #include "device_world.h"
+#include "memory.h"
 #include "reference.h"
 
 namespace gpu_test {
@@ -24,46 +25,7 @@ struct Grids {
   ec::CombineGrid combine{4, 4};
 };
 
-// Device memory of one rank, filled with 0xFF so that missing writes show.
-class Memory {
- public:
-  explicit Memory(size_t bytes) : bytes_(bytes) {
-    CHECK_CUDA(cudaMalloc(&data_, bytes + kTail));
-    CHECK_CUDA(cudaMemset(data_, 0xFF, bytes + kTail));
-  }
-  template <typename T>
-  explicit Memory(const std::vector<T>& host) : Memory(host.size() * sizeof(T)) {
-    CHECK_CUDA(cudaMemcpy(data_, host.data(), bytes_, cudaMemcpyHostToDevice));
-  }
-  ~Memory() { cudaFree(data_); }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-
-  template <typename T>
-  T* as() const {
-    return static_cast<T*>(data_);
-  }
-  size_t bytes() const { return bytes_; }
-  // Whether nothing was written past the end.
-  bool intact() const {
-    std::vector<uint8_t> tail(kTail);
-    const auto* end = static_cast<uint8_t*>(data_) + bytes_;
-    CHECK_CUDA(cudaMemcpy(tail.data(), end, kTail, cudaMemcpyDeviceToHost));
-    return std::all_of(tail.begin(), tail.end(), [](uint8_t byte) { return byte == 0xFF; });
-  }
-  template <typename T>
-  std::vector<T> read() const {
-    std::vector<T> host(bytes_ / sizeof(T));
-    CHECK_CUDA(cudaMemcpy(host.data(), data_, bytes_, cudaMemcpyDeviceToHost));
-    return host;
-  }
-
- private:
-  static constexpr size_t kTail = 256;
-
-  size_t bytes_;
-  void* data_ = nullptr;
-};
+// Memory of one rank.
 using Buffer = std::unique_ptr<Memory>;
 
 struct Plan {

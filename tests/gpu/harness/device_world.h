@@ -4,18 +4,16 @@
 #define EP_RUNTIME_TESTS_GPU_DEVICE_WORLD_H_
 
 #include <cuda.h>
-#include <cuda_runtime.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <vector>
 
 #include "core/memory/tally.h"
 #include "cuda/device/device_group.h"
+#include "memory.h"
 
 namespace gpu_test {
 
@@ -23,16 +21,6 @@ using ep_runtime::GroupSizes;
 using ep_runtime::cuda::DeviceGroup;
 using ep_runtime::cuda::FailRecord;
 using ep_runtime::cuda::FlagLayout;
-
-#define CHECK_CUDA(expr)                                                                    \
-  do {                                                                                      \
-    const cudaError_t error_ = (expr);                                                      \
-    if (error_ != cudaSuccess) {                                                            \
-      std::printf("%s:%d %s: %s\n", __FILE__, __LINE__, #expr, cudaGetErrorString(error_)); \
-      std::fflush(stdout);                                                                  \
-      std::exit(1);                                                                         \
-    }                                                                                       \
-  } while (false)
 
 #define CHECK_DRIVER(expr)                                                    \
   do {                                                                        \

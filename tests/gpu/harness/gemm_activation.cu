@@ -11,29 +11,17 @@
 namespace gemm_test {
 namespace {
 
-class Memory {
- public:
-  explicit Memory(int64_t bytes) : bytes_(bytes) { CHECK_CUDA(cudaMalloc(&data_, bytes + 16)); }
-  ~Memory() { cudaFree(data_); }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
+using gpu_test::Memory;
 
-  void Poison() { CHECK_CUDA(cudaMemset(data_, 0xFF, bytes_ + 16)); }
-  // Words of 4 bytes, with 4 words after the array, which must not be written.
-  std::vector<uint32_t> Read() const {
-    std::vector<uint32_t> words(bytes_ / 4 + 4);
-    CHECK_CUDA(cudaMemcpy(words.data(), data_, words.size() * 4, cudaMemcpyDeviceToHost));
-    return words;
+std::vector<float> RandomWeights(int64_t rows, int seed) {
+  std::mt19937 random(seed);
+  std::vector<float> weights(rows);
+  for (float& weight : weights) {
+    const auto kind = random() % 64;
+    weight = kind == 0 ? INFINITY : kind == 1 ? NAN : (random() % 512) / 256.0f;
   }
-  template <typename T>
-  T* as() const {
-    return static_cast<T*>(data_);
-  }
-
- private:
-  int64_t bytes_;
-  void* data_ = nullptr;
-};
+  return weights;
+}
 
 // Results of either way, in separate arrays.
 class Activated {
@@ -43,18 +31,10 @@ class Activated {
         product_(data.Params()),
         function_(function),
         width_(c.out_features / 2),
-        weights_(c.rows() * 4),
+        weights_(RandomWeights(c.rows(), width_)),
         out_(c.rows() * c.out_features * 2),
         inner_(c.rows() * width_ * (c.narrow() ? 1 : 2)),
         scale_(c.narrow() ? c.rows() * (width_ / 128) * 4 : 0) {
-    std::mt19937 random(width_);
-    std::vector<float> weights(c.rows());
-    for (float& weight : weights) {
-      const auto kind = random() % 64;
-      weight = kind == 0 ? INFINITY : kind == 1 ? NAN : (random() % 512) / 256.0f;
-    }
-    CHECK_CUDA(cudaMemcpy(weights_.as<float>(), weights.data(), weights.size() * 4,
-                          cudaMemcpyHostToDevice));
     if (weighted) given_ = weights_.as<float>();
     product_.out = out_.as<void>();
   }
@@ -107,7 +87,12 @@ class Activated {
     const auto run = [&](const std::function<void()>& launch) {
       for (Memory* each : {&inner_, &scale_, &out_}) each->Poison();
       launch();
-      return std::vector<std::vector<uint32_t>>{inner_.Read(), scale_.Read(), out_.Read()};
+      std::vector<std::vector<uint32_t>> found;  // words, then 0 after writes past their end
+      for (Memory* each : {&inner_, &scale_, &out_}) {
+        found.push_back(each->read<uint32_t>());
+        found.back().push_back(each->intact());
+      }
+      return found;
     };
     const auto want = run([&] { InTurn(); });
     for (const bool stores : {true, false}) {
@@ -117,7 +102,7 @@ class Activated {
         const auto found = std::mismatch(got[i].begin(), got[i].end(), want[i].begin());
         if (found.first == got[i].end()) continue;
         const size_t at = found.first - got[i].begin();
-        const size_t each = std::max<size_t>((got[i].size() - 4) / case_.rows(), 1);
+        const size_t each = std::max<size_t>((got[i].size() - 1) / case_.rows(), 1);
         char text[200];
         std::snprintf(text, sizeof(text), "%s%s differs at row %zu, word %zu: %08x, not %08x",
                       given_ == nullptr ? "" : "weighted ", kResults[i], at / each, at % each,

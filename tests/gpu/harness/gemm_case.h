@@ -2,14 +2,11 @@
 #ifndef EP_RUNTIME_TESTS_GPU_GEMM_CASE_H_
 #define EP_RUNTIME_TESTS_GPU_GEMM_CASE_H_
 
-#include <cuda_runtime.h>
-
-#include <cstdio>
-#include <cstdlib>
 #include <string>
 #include <vector>
 
 #include "cuda/gemm/grouped_gemm.h"
+#include "memory.h"
 
 namespace gemm_test {
 
@@ -17,16 +14,6 @@ namespace ec = ep_runtime::cuda;
 using ec::FloatType;
 using ec::GemmProduct;
 using ec::GemmScaling;
-
-#define CHECK_CUDA(expr)                                                 \
-  do {                                                                   \
-    const cudaError_t error_ = (expr);                                   \
-    if (error_ != cudaSuccess) {                                         \
-      std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #expr, \
-                   cudaGetErrorString(error_));                          \
-      std::exit(3);                                                      \
-    }                                                                    \
-  } while (0)
 
 struct GemmCase {
   std::string name;
