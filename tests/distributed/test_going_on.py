@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import json
+import os
 import random
 import signal
 import sys
@@ -51,11 +52,16 @@ STEPS = 4
 
 
 def _of_gpus(processes: int) -> list[dict[str, str]]:
-    """Variables that give each process a GPU; without enough GPUs, processes share them."""
-    gpus = len(nvml.probe().gpus) or processes
+    """Variables that give each process one of the GPUs in our CUDA_VISIBLE_DEVICES, or of all.
+
+    Processes share GPUs if there are not enough; NCCL supports that from 2.30 on.
+    """
+    ours = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    gpus = ours or [str(index) for index in range(len(nvml.probe().gpus) or processes)]
     shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    more = shared if processes > gpus else {}
-    return [{"CUDA_VISIBLE_DEVICES": str(index % gpus), **more} for index in range(processes)]
+    more = shared if processes > len(gpus) else {}
+    visible = itertools.islice(itertools.cycle(gpus), processes)
+    return [{"CUDA_VISIBLE_DEVICES": name, **more} for name in visible]
 
 
 def start(
@@ -178,7 +184,7 @@ MOMENTS_S = 1.0  # of the steps in which a process dies
 MESHES = 0.25  # how often the next process dies while the others still make the mesh
 BACK = 0.5  # how often a process comes back after a loss, once in a job
 REPLAYED = 300  # steps of each generation
-REPLAYED_STEP_S = 0.2  # more than a step takes
+REPLAYED_STEP_S = 1.0  # more than a step takes, even if processes share a GPU
 Losses = dict[tuple[int, int], set[str]]
 
 
