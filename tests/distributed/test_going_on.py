@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -208,7 +209,8 @@ class Replays:
         self.steps = self.replayed = self.states = 0  # `states` is how many were compared
 
     def wrong_steps(self, folders: Iterable[Path], **more: str) -> Iterator[str]:
-        """Names steps whose losses or states differ among processes, or from those of new jobs.
+        """Names steps whose losses are not finite, or whose losses or states differ among processes
+        or from those of new jobs.
 
         Each folder was TEST_TO of a job with TEST_SAVES; `more` are the new jobs' variables.
         """
@@ -222,7 +224,9 @@ class Replays:
             for file, following in itertools.zip_longest(files, [*files][1:], fillvalue=""):
                 steps = files[file]
                 self.steps += len(steps)
-                yield from (f"{file}: step {at}: {found}" for at, found in steps if len(found) > 1)
+                for at, found in steps:
+                    if len(found) > 1 or not math.isfinite(float.fromhex(min(found))):
+                        yield f"{file}: step {at}: {found}"
                 with np.load(file) as saved:
                     devices = int(saved["devices"])
                 again[devices].append((file, min(len(steps), REPLAYED), following))
