@@ -41,11 +41,11 @@ _SCALED_VALUES = 128  # values of a row that share a scale, with block scales
 _PADDED_TO = 128  # in a transposed copy, each expert's rows are padded to a multiple of this
 _COPIED = 16  # copies of rows are multiples of this many bytes
 
-# Chunks of tokens between nodes. A chunk has at least so many rows of an expert, and bytes from a
-# rank to a node: matmuls of fewer rows take longer, and so do smaller copies.
+# Chunks of tokens between nodes. A chunk has at least so many rows of an expert, because matmuls of
+# fewer rows take longer.
 _CHUNKS = (2, 4, 8)
 _CHUNK_ROWS = 2048
-_CHUNK_BYTES = 4 << 20
+_CHUNK_S = 0.5e-3  # of a chunk's launches forward and backward, on an H200
 _LINK = 50e9  # bytes/s of the network between nodes, in each direction
 _MEMORY = 4e12  # bytes/s of an H200's memory
 
@@ -124,16 +124,15 @@ class BlockSizes:
         if self.nodes == 1 or self.scaling == "tensor":
             return 1
         tokens, row = self.tokens // self.nodes, self.hidden_size * self.element_bytes
-        sent = tokens * (self.packed_bytes or row)
-        most = min(self.even_share // (self.experts * _CHUNK_ROWS), sent // _CHUNK_BYTES)
-        # Tokens and sums cross, and backward's tokens, gradients and their sums. Each chunk adds
-        # its gradients of weights to f32 sums.
-        crossing = 5 * sent * (self.nodes - 1) / _LINK
+        most = self.even_share // (self.experts * _CHUNK_ROWS)
+        # Tokens cross forward and backward, gradients of sums backward, and sums return from both.
+        # Each chunk adds its gradients of weights to f32 sums.
+        crossing = tokens * (3 * (self.packed_bytes or row) + 2 * row) * (self.nodes - 1) / _LINK
         weights = self.experts * self.hidden_size * (self.columns + self.mlp_dim)
         adding = 2 * 4 * weights / _MEMORY
 
         def saved(count: int) -> float:
-            return (1 - 1 / count) * crossing - (count * adding if count > 1 else 0)
+            return (1 - 1 / count) * crossing - (count - 1) * (_CHUNK_S + adding)
 
         counts = [count for count in _CHUNKS if count <= most and tokens % count == 0]
         return max([1, *counts], key=saved)

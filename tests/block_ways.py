@@ -30,7 +30,7 @@ from ep_runtime_client.ops.transports import nodes_plan
 @contextlib.contextmanager
 def chunked(count: int) -> Iterator[None]:
     """Makes calls between nodes that are traced inside go in `count` chunks, if they may."""
-    rule = {"_CHUNKS": (count,), "_CHUNK_ROWS": 0.001, "_CHUNK_BYTES": 1, "_LINK": 1.0}
+    rule = {"_CHUNKS": (count,), "_CHUNK_ROWS": 0.001, "_LINK": 1.0}
     with mock.patch.multiple(workspace, **rule):
         yield
 

@@ -213,17 +213,18 @@ def test_between_nodes_rows_are_counted_in_8_bits_where_they_cross_so() -> None:
 @pytest.mark.parametrize(
     ("tokens", "recipe", "more", "chunks"),
     [
-        (32768, None, {}, 8),
-        (16384, None, {}, 4),
-        (16384 + 2, None, {}, 2),
-        (16384 - 4, None, {}, 2),  # one chunk of four would bring 2,047 rows to an expert
+        (131072, None, {}, 8),
+        (32768, None, {}, 4),
+        (32768 + 2, None, {}, 2),
+        (16384, None, {}, 2),
         (4096, None, {}, 1),
-        (32768, None, {"hidden_size": 128}, 2),  # 8 MiB
-        (32768, ep.recipes.BlockScaling(), {"hidden_size": 512}, 4),  # 16.5 MiB
+        (16384, None, {"hidden_size": 2048}, 4),
+        (16384 - 4, None, {"hidden_size": 2048}, 2),  # 2,047 rows of an expert in four chunks
+        (32768, None, {"hidden_size": 128}, 1),
+        (32768, ep.recipes.BlockScaling(), {"hidden_size": 512}, 2),
         (32768, ep.recipes.TensorScaling(), {}, 1),
         # Adding up gradients of many weights takes longer than the network that it hides.
-        (32768, None, {"mlp_dim": 16384}, 4),
-        (32768, None, {"mlp_dim": 32768}, 2),
+        (32768, None, {"mlp_dim": 16384}, 2),
         (32768, None, {"mlp_dim": 65536}, 1),
         (32768, None, {"on_overflow": "error"}, 1),
     ],

@@ -391,7 +391,7 @@ def test_chunks_of_a_block_in_two_domains_give_the_bits_of_one_call(
 _HIDDEN = """
 from gpu.jobs import gpu_chunks
 with ep.connect(timeout_s=60) as session:
-    for inner in (6144, 12288):
+    for inner in (12288, 28672):
         for found in gpu_chunks.measure(session, os.environ["TEST_GPU_TRANSPORT"], inner):
             say(**found)
 hear()
