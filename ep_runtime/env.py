@@ -325,15 +325,21 @@ def raise_pjrt_nproc(least: int) -> int:
 
 
 def let_collectives_end() -> None:
-    """Makes NCCL collectives with an ended process raise an error instead of ending our process.
+    """Makes collectives with an ended process raise an error, instead of ending our process or
+    waiting for half an hour.
 
-    XLA reads these variables only when its backend starts. Keeps values that the user has set.
+    On CPUs, a collective that begins after another has failed may wait behind bytes that nobody
+    takes. It does so less often if XLA runs few collectives at a time, and not for longer than the
+    timeout. XLA reads these variables only when its backend starts. Keeps values that the user has
+    set.
     """
     flags = _text("XLA_FLAGS") or ""
     wanted = {
         "xla_gpu_nccl_terminate_on_error": "false",
         "xla_gpu_nccl_async_execution": "true",
         "xla_gpu_nccl_blocking_communicators": "false",
+        "xla_cpu_enable_concurrency_optimized_scheduler": "false",
+        "xla_cpu_collective_timeout_seconds": "30",
     }
     missing = [f"--{name}={value}" for name, value in wanted.items() if name not in flags]
     os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *missing])

@@ -150,3 +150,14 @@ def test_groups_that_map_windows_get_communicators_unless_told_not_to(
     assert env.nccl_library() is None
     monkeypatch.setenv("EP_RUNTIME_NCCL_LIBRARY", "/opt/libnccl.so.2")
     assert env.nccl_library() == "/opt/libnccl.so.2"
+
+
+def test_collectives_end_as_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_collective_timeout_seconds=90")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE", "0")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT", "0")
+    env.let_collectives_end()
+    flags = dict(flag.split("=") for flag in os.environ["XLA_FLAGS"].split())
+    assert flags["--xla_cpu_collective_timeout_seconds"] == "90"
+    assert flags["--xla_cpu_enable_concurrency_optimized_scheduler"] == "false"
+    assert os.environ["XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE"] == "0"
