@@ -110,9 +110,8 @@ def lane_rows(spec: GroupSpec) -> int:
 def auto_spare(spec: GroupSpec) -> int:
     """Returns what spare_experts="auto" means for a spec without slots: L, or 0.
 
-    A rank has as many slots as experts if block calls can copy experts, and the group's largest
-    calls have enough rows of each. If `workspace` is given there are no slots, because calls that
-    spread have room for all rows.
+    L if block calls can copy experts and the group's largest calls have enough rows of each. 0 if
+    `workspace` is given: calls that spread rows take room for all of them, whatever it says.
     """
     full = dataclasses.replace(spec, spare_experts=spec.experts_per_rank)
     copied = block_copies(full) and _has_rows(spec, spec.max_tokens_per_rank * spec.max_top_k)

@@ -224,7 +224,7 @@ def added_up(call: Call, plan: NodePlanArrays, sums: jax.Array, dtype: Any) -> j
 
 
 def summed(call: Call, dst_rank: jax.Array, arrays: Sequence[jax.Array], dtype: Any) -> jax.Array:
-    """As `added_up`, from what nodes sent (`crossing`) for tokens with dst_rank [T, K]."""
+    """Like `added_up`, from what nodes sent (`crossing`) for tokens with dst_rank [T, K]."""
     return _sum_nodes(call, packing(call, dst_rank), _crossed(call, arrays)[0], dtype)
 
 
@@ -261,7 +261,7 @@ def gradients(
 def summed_gradients(
     call: Call, dst_rank: jax.Array, arrays: Sequence[jax.Array], dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """As `gradients`, from what nodes sent (`crossing`) for tokens with dst_rank [T, K]."""
+    """Like `gradients`, from what nodes sent (`crossing`) for tokens with dst_rank [T, K]."""
     partials, (by_node,) = _crossed(call, arrays)
     tokens = packing(call, dst_rank)
     count, top_k = dst_rank.shape
