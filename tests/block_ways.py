@@ -46,11 +46,12 @@ class Emulated:
     made_dtype = staticmethod(cuda.made_dtype)
 
     @staticmethod
-    def forward(static: Any, given: Any, experts: Any, over: Any) -> Any:
+    def forward(static: Any, given: Any, experts: Any, over: Any, crossing: Any = None) -> Any:
         given = given._replace(tokens=_widened(static, given.tokens))
-        y, (*_, hidden), _ = composed.forward(_all_saved(static), given, experts, over)
+        made = composed.forward(_all_saved(static), given, experts, over)
         count = static.workspace.saved
-        return Forwarded(y, (hidden[:count], jnp.ones(1, jnp.int32)) if count else ())
+        kept = (made.saved[-1][:count], jnp.ones(1, jnp.int32)) if count else ()
+        return Forwarded(made.y, kept, arrived=crossed(static, crossing) if crossing else ())
 
     @staticmethod
     def backward(
@@ -61,7 +62,11 @@ class Emulated:
         dy: Any,
         grads: Any,
         over: Any,
+        crossing: Any = None,
+        sums: Any = None,
     ) -> Any:
+        if crossing is not None:
+            grads = grads._replace(dtype=jnp.float32)
         whole = _all_saved(static)
         given = given._replace(tokens=_widened(static, given.tokens))
         dy = _widened(static, dy, gradient=True)
@@ -71,27 +76,17 @@ class Emulated:
             again = jnp.where(made[0] != 0, kept, hidden[: kept.shape[0]])
             hidden = hidden.at[: kept.shape[0]].set(again)
         found = composed.backward(whole, given, experts, (*rows, hidden), dy, grads, over)
-        return found if grads.wanted else found._replace(wi=None, wo=None)
-
-    @classmethod
-    def forward_beside(
-        cls, static: Any, given: Any, experts: Any, over: Any, crossing: Any
-    ) -> tuple[Any, Any]:
-        return cls.forward(static, given, experts, over), crossed(static, crossing)
-
-    @classmethod
-    def backward_beside(cls, static: Any, *operands: Any) -> tuple[Any, Any]:
-        *others, grads, over, crossing, sums = operands
-        found = cls.backward(static, *others, grads._replace(dtype=jnp.float32), over)
+        if not grads.wanted:
+            found = found._replace(wi=None, wo=None)
         if sums is not None:
             parts = [(x.wi, x.wo, x.wi_bias, x.wo_bias) for x in (sums, found)]
             wi, wo, *biases = jax.tree.map(jnp.add, *parts)
             found = found._replace(wi=wi, wo=wo, wi_bias=biases[0], wo_bias=biases[1])
-        return found, crossed(static, crossing)
+        return found._replace(arrived=crossed(static, crossing) if crossing else ())
 
 
 def crossed(static: Any, crossing: Any) -> Any:
-    """What arrives from the nodes while a call runs."""
+    """Returns the arrays that other nodes sent for `crossing`."""
     ops, call = nodes_plan.collectives(static.moved), static.moved
     return (*ops.rail_gather(call, *crossing.gathered), *ops.rail(call, *crossing.blocks))
 

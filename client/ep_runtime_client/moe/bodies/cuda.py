@@ -90,15 +90,15 @@ def packs(call: ResolvedCall) -> bool:
     return _workspace(call).sizes.packed_bytes > 0
 
 
-def forward(call: ResolvedCall, given: Given, experts: Experts, over: Over) -> Forwarded:
-    """Runs the forward call. Tokens may be packed (`quantized_rows.packed`) if the call `packs`."""
-    return forward_beside(call, given, experts, over, None)[0]
-
-
-def forward_beside(
-    call: ResolvedCall, given: Given, experts: Experts, over: Over, crossing: Crossing | None
-) -> tuple[Forwarded, tuple[jax.Array, ...]]:
-    """Runs the forward call while arrays cross between nodes; returns also what arrived."""
+def forward(
+    call: ResolvedCall,
+    given: Given,
+    experts: Experts,
+    over: Over,
+    crossing: Crossing | None = None,
+) -> Forwarded:
+    """Runs the forward call, while the arrays of `crossing` cross between nodes. Tokens may be
+    packed (`quantized_rows.packed`) if the call `packs`."""
     experts = _with_biases(call, given, experts)
     dtype, sizes, room = call.activation.dtype, _sizes(experts), _workspace(call)
     results = (
@@ -108,7 +108,7 @@ def forward_beside(
     )
     y, hidden, *arrived = _call(0, call, results, given, experts, scratch=2, crossing=crossing)
     kept = (hidden.reshape(room.saved, *experts.wi.shape[2:]), jnp.ones(1, jnp.int32))
-    return Forwarded(y, kept if room.saved else ()), tuple(arrived)
+    return Forwarded(y, kept if room.saved else (), arrived=tuple(arrived))
 
 
 def backward(
@@ -119,26 +119,14 @@ def backward(
     dy: jax.Array,
     grads: WeightGrads,
     over: Over,
+    crossing: Crossing | None = None,
+    sums: Gradients | None = None,
 ) -> Gradients:
     """Runs the backward call. If `made`, int32 [1], is 0, the saved rows are undefined. If tokens
-    are packed and the call sends dy packed, dy must be packed too."""
-    return backward_beside(call, given, experts, saved, dy, grads, over, None, None)[0]
+    are packed and the call sends dy packed, dy must be packed too.
 
-
-def backward_beside(
-    call: ResolvedCall,
-    given: Given,
-    experts: Experts,
-    saved: tuple[jax.Array, ...],
-    dy: jax.Array,
-    grads: WeightGrads,
-    over: Over,
-    crossing: Crossing | None,
-    sums: Gradients | None,
-) -> tuple[Gradients, tuple[jax.Array, ...]]:
-    """Runs the backward call while arrays cross between nodes; returns also what arrived.
-
-    Gradients of weights are in f32 then, like those of biases, and those of `sums` are added."""
+    With `crossing`, as of `forward`, gradients of weights are in f32 like those of biases, and
+    those of `sums` are added."""
     experts = _with_biases(call, given, experts)
     dtype, sizes, room = call.activation.dtype, _sizes(experts), _workspace(call)
     hidden, inner, columns = sizes
@@ -177,8 +165,8 @@ def backward_beside(
         d_wo_bias[0] if d_wo_bias else None,
     )
     biases = at_home(_at(call, given), given.copies, biases, jnp.add)
-    kernels = (of_wi, d_wo) if wanted else (None, None)
-    return Gradients(d_tokens, d_weights, kernels[0], kernels[1], *biases), tuple(arrived)
+    wi, wo = (of_wi, d_wo) if wanted else (None, None)
+    return Gradients(d_tokens, d_weights, wi, wo, *biases, arrived=tuple(arrived))
 
 
 def _by_result(sums: Gradients | None) -> dict[int, jax.Array]:

@@ -62,9 +62,9 @@ def forward(call: ResolvedCall, given: Given, experts: Experts, over: Over) -> F
     kept: list[jax.Array] = []
 
     def run(chunk: _Chunk, crossing: Crossing) -> _Ran:
-        made, arrived = cuda.forward_beside(partial, chunk.here, experts, over, crossing)
+        made = cuda.forward(partial, chunk.here, experts, over, crossing)
         kept.extend(made.saved)
-        return nodes.crossing(moved, made.y), arrived
+        return nodes.crossing(moved, made.y), made.arrived
 
     came = _in_chunks(call, given, (), run)
     return Forwarded(
@@ -97,11 +97,11 @@ def backward(
         each = len(saved) // call.chunks
         mine, before = saved[chunk.number * each :][:each], sums.pop() if sums else None
         (dy_here,) = chunk.rows
-        found, arrived = cuda.backward_beside(
+        found = cuda.backward(
             partial, chunk.here, experts, mine, dy_here, grads, over, crossing, before
         )
         sums.append(found)
-        return nodes.crossing(moved, found.tokens, found.weights), arrived
+        return nodes.crossing(moved, found.tokens, found.weights), found.arrived
 
     came = _in_chunks(call, given, (dy,), run)
     pairs = [nodes.summed_gradients(moved, *each, dtype) for each in came]
@@ -109,7 +109,7 @@ def backward(
     (total,) = sums
     wanted = cuda.made_dtype(grads, dtype)
     wi, wo = jax.tree.map(lambda x: x.astype(wanted), (total.wi, total.wo))
-    return total._replace(tokens=d_tokens, weights=d_weights, wi=wi, wo=wo)
+    return total._replace(tokens=d_tokens, weights=d_weights, wi=wi, wo=wo, arrived=())
 
 
 class _Chunk(NamedTuple):

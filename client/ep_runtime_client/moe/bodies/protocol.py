@@ -102,16 +102,18 @@ class Forwarded(NamedTuple):
         y: [T, H].
         saved: arrays for backward, as `Body.saved` lists them.
         amax: f32 [L] for each matmul with given scales of rows.
+        arrived: arrays that crossed between nodes meanwhile (`cuda.Crossing`).
     """
 
     y: jax.Array
     saved: tuple[jax.Array, ...] = ()
     amax: tuple[jax.Array, ...] = ()
+    arrived: tuple[jax.Array, ...] = ()
 
 
 class Gradients(NamedTuple):
     """Gradients on one device: of weights in the shapes of `Experts`, of biases in f32. None for
-    integers among the values."""
+    integers among the values. `arrived`: as of `Forwarded`."""
 
     tokens: jax.Array
     weights: jax.Array
@@ -120,6 +122,7 @@ class Gradients(NamedTuple):
     wi_bias: jax.Array | None
     wo_bias: jax.Array | None
     values: tuple[jax.Array | None, ...] = ()
+    arrived: tuple[jax.Array, ...] = ()
 
 
 class Body(Protocol):
