@@ -371,15 +371,11 @@ def backward_bytes(sizes: BlockSizes, rows: int) -> int:
 
 
 def _slots(sizes: BlockSizes, value_bytes: int) -> list[int]:
-    """Returns the bytes of the slots of both weights, and later of their gradients.
-
-    There is room for one weight more than slots, because slots begin a whole number of weights
-    from the array of a rank's own experts.
-    """
+    """Returns the bytes of the slots of both weights, and later of their gradients."""
     if sizes.spare == 0:
         return []
     widths = (sizes.columns, sizes.mlp_dim)
-    return [(sizes.spare + 1) * sizes.hidden_size * width * value_bytes for width in widths]
+    return [sizes.spare * sizes.hidden_size * width * value_bytes for width in widths]
 
 
 def _weights_32(sizes: BlockSizes) -> int:

@@ -87,13 +87,13 @@ def test_slots_for_copies_take_weights_and_bound_the_slab() -> None:
     assert one.workspace_bytes_per_device is None  # the composed body runs
     each = 3 * 64 * 128 * 4
     assert one.copies_bytes_per_device == (2 + 1 + 2 * 4) * each
-    # Block calls store the slots in their workspaces, with one more weight for each of wi and wo.
+    # Block calls store the slots in their workspaces.
     assert as_many_as_experts.copies_bytes_per_device == 0
     settings = {**_ARGUMENTS, "max_tokens_per_rank": 1024, "spare_experts": 2}
     spec = specs.make_group_spec(name="g", mesh_axes=(("dp", 2), ("ep", 4)), **settings)
     sizes = estimate.block_sizes(spec, 128, gated=True)
     assert sizes.experts == 2 + 2
-    slots = 3 * 3 * 64 * 128 * 2
+    slots = 2 * 3 * 64 * 128 * 2
     without = dataclasses.replace(sizes, spare=0)
     rows = sizes.capacity
     assert workspace.forward_bytes(sizes, rows, 0) == slots + workspace.forward_bytes(

@@ -49,7 +49,7 @@ int CountOverlaps(const BlockSizes& s) {
   std::vector<Region> wide = {rows(at.tokens, s.hidden), rows(at.grads, s.hidden),
                               rows(at.hidden, s.columns)};
   if (s.spare > 0) {
-    const int64_t weight = int64_t{s.spare + 1} * s.hidden * s.element_bytes;
+    const int64_t weight = int64_t{s.spare} * s.hidden * s.element_bytes;
     wide.push_back({at.wi_slots, weight * s.columns});
     wide.push_back({at.wo_slots, weight * s.inner});
   }

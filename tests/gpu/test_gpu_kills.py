@@ -33,7 +33,7 @@ at_once = pytest.mark.parametrize("job", range(JOBS))
 @pytest.mark.slow
 @pytest.mark.doses(ci=0, full=50)
 def test_a_kill_in_a_step_over_windows_ends_the_others_with_its_name_and_saves_no_nan(
-    several_gpus: int,
+    job_gpus: int,
     address: str,
     admin: source.Source,
     tmp_path: Path,
@@ -47,7 +47,7 @@ def test_a_kill_in_a_step_over_windows_ends_the_others_with_its_name_and_saves_n
         job=functools.partial(
             layouts.job,
             layout=_LAYOUT,
-            gpus=several_gpus,
+            gpus=job_gpus,
             EP_RUNTIME_ADDRESS=address,
             EP_RUNTIME_JOB="training",
             TEST_SETTINGS=settings,
@@ -55,7 +55,7 @@ def test_a_kill_in_a_step_over_windows_ends_the_others_with_its_name_and_saves_n
         memory=lambda: [row["buffer_id"] for row in admin.buffers()],
         states=lambda: [row["state"] for row in admin.groups()],
         folder=tmp_path,
-        name=f"{several_gpus} GPUs",
+        name=f"{job_gpus} GPUs",
         apart=_jobs_on_a_gpu() > 1,
     )
     took = step_kills.strike_in_steps(place, dose, random.Random(job))
@@ -66,7 +66,7 @@ def test_a_kill_in_a_step_over_windows_ends_the_others_with_its_name_and_saves_n
 @pytest.mark.slow
 @pytest.mark.doses(ci=0, full=50)
 def test_a_kill_in_a_step_of_two_domains_ends_the_others_with_its_name_and_saves_no_nan(
-    several_gpus: int,
+    job_gpus: int,
     nodes: list[DaemonProcess],  # noqa: F811
     tmp_path: Path,
     record_property: Callable[[str, object], None],
@@ -78,14 +78,14 @@ def test_a_kill_in_a_step_of_two_domains_ends_the_others_with_its_name_and_saves
         job=functools.partial(
             two_domains,
             nodes=nodes,
-            gpus=several_gpus,
+            gpus=job_gpus,
             layout=_LAYOUT,
             TEST_SETTINGS=settings,
         ),
         memory=lambda: [b.buffer_id for node in nodes for b in node.ask("ListBuffers").buffers],
         states=lambda: [state for node in nodes for state in node.group_states().values()],
         folder=tmp_path,
-        name=f"two domains of {several_gpus // 2}",
+        name=f"two domains of {job_gpus // 2}",
         apart=True,
     )
     took = step_kills.strike_in_steps(place, dose, random.Random(job))

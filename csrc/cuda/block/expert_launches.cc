@@ -10,17 +10,6 @@ namespace ep_runtime {
 namespace cuda {
 namespace block {
 
-namespace {
-
-// Returns where slots begin in their region: a whole number of weights from `home`.
-void* SlotsAt(const void* home, uint8_t* region, int64_t weight_bytes) {
-  const auto past =
-      (reinterpret_cast<intptr_t>(region) - reinterpret_cast<intptr_t>(home)) % weight_bytes;
-  return region + (past > 0 ? weight_bytes - past : -past);
-}
-
-}  // namespace
-
 WeightArrays ExpertLaunches::ArraysOf(bool first, const void* one, const void* up,
                                       int64_t value_bytes) const {
   WeightArrays arrays{};
@@ -29,8 +18,8 @@ WeightArrays ExpertLaunches::ArraysOf(bool first, const void* one, const void* u
   uint8_t* region = first ? at_.wi_slots : at_.wo_slots;
   for (int i = 0; i < arrays.count; ++i) {
     arrays.home[i] = const_cast<void*>(i == 0 ? one : up);
-    arrays.slots[i] = SlotsAt(arrays.home[i], region, arrays.bytes);
-    region += (s_.spare + 1) * arrays.bytes;
+    arrays.slots[i] = region;
+    region += s_.spare * arrays.bytes;
   }
   return arrays;
 }

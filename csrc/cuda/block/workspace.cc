@@ -60,9 +60,8 @@ void TakeSlots(const BlockSizes& s, bool backward, Regions* regions, Workspace* 
   // Gradients of 8-bit weights may be f32.
   const int64_t narrow = backward ? 4 : 1;
   const int64_t bytes = s.scaling == GemmScaling::kNone ? s.element_bytes : narrow;
-  const int64_t weights = int64_t{s.spare} + 1;
-  regions->Take(weights * s.hidden * s.columns * bytes, &out->wi_slots);
-  regions->Take(weights * s.inner * s.hidden * bytes, &out->wo_slots);
+  regions->Take(bytes * s.spare * s.hidden * s.columns, &out->wi_slots);
+  regions->Take(bytes * s.spare * s.inner * s.hidden, &out->wo_slots);
 }
 
 void TakeQuantized(const BlockSizes& s, int64_t width, Regions* regions, QuantizedRows* out) {

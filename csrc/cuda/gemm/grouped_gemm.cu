@@ -78,18 +78,10 @@ int64_t WeightBytes(const GroupedGemmParams& p) {
   return int64_t{p.in_features} * WeightColumns(p) * BytesOf(by_expert ? p.out_type : p.rhs_type);
 }
 
-// Whether slots are a whole number of weights from the experts' array.
 bool SlotsFit(const GroupedGemmParams& p) {
   if (p.slots.first == 0) return true;
-  const bool by_expert = p.product == GemmProduct::kWeightGrad;
-  const auto apart = [&](const void* home, const void* slots) {
-    return (reinterpret_cast<intptr_t>(slots) - reinterpret_cast<intptr_t>(home)) % WeightBytes(p);
-  };
-  const void* weights = by_expert ? p.out : p.rhs;
-  const void* up = by_expert ? p.out_up : p.rhs_up;
   return p.slots.first < p.num_experts && HasGroupEach(p) && !p.adds &&
-         p.slots.weights != nullptr && (up == nullptr) == (p.slots.up == nullptr) &&
-         apart(weights, p.slots.weights) == 0 && apart(up, p.slots.up) == 0;
+         p.slots.weights != nullptr && IsPair(p) == (p.slots.up != nullptr);
 }
 
 int64_t RowsOf(const GroupedGemmParams& p) {
@@ -189,27 +181,17 @@ Array OutOf(const GroupedGemmParams& p) {
   return {p.out, p.out_type, backward ? p.in_features : p.out_features, RowsOf(p), 1};
 }
 
-// Extends an array of the first experts' weights to the slots, and returns the planes of both.
-Planes AddSlots(const GroupedGemmParams& p, const void* slots, Array* array) {
-  if (p.slots.first == 0) return {};
-  const int32_t home = p.slots.first, more = p.num_experts - home;
-  const int64_t apart =
-      (static_cast<const uint8_t*>(slots) - static_cast<const uint8_t*>(array->data)) /
-      WeightBytes(p);
-  array->data = apart < 0 ? slots : array->data;
-  array->planes = apart < 0 ? home - apart : apart + more;
-  const auto home_plane = static_cast<int32_t>(apart < 0 ? -apart : 0);
-  const auto first_slot = static_cast<int32_t>(apart < 0 ? 0 : apart);
-  return {home_plane, first_slot - home};
-}
-
-cudaError_t MakeMaps(const GroupedGemmParams& p, Maps* maps, Planes (&planes)[2]) {
+cudaError_t MakeMaps(const GroupedGemmParams& p, Maps* maps) {
   const bool by_expert = p.product == GemmProduct::kWeightGrad;
+  const int lines = by_expert ? kStoredRows : kPieceSide;
   Array rhs = RhsOf(p), out = OutOf(p);
   Array& weights = by_expert ? out : rhs;
-  Array up = weights;
+  if (p.slots.first != 0) weights.planes = p.slots.first;
+  Array up = weights, slots = weights, up_slots = weights;
   up.data = by_expert ? p.out_up : p.rhs_up;
-  planes[0] = AddSlots(p, p.slots.weights, &weights);
+  slots.data = p.slots.weights;
+  up_slots.data = p.slots.up;
+  slots.planes = up_slots.planes = p.num_experts - p.slots.first;
   cudaError_t error = DescribeArray(LhsOf(p), kPieceSide, &maps->lhs);
   if (error == cudaSuccess) error = DescribeArray(rhs, kPieceSide, &maps->rhs);
   if (Activates(p)) {
@@ -219,10 +201,12 @@ cudaError_t MakeMaps(const GroupedGemmParams& p, Maps* maps, Planes (&planes)[2]
     if (out.data == nullptr) out = inner;  // unused
   }
   if (error == cudaSuccess) error = DescribeArray(out, kStoredRows, &maps->out);
-  maps->up = maps->rhs;
+  maps->up = maps->slots = maps->up_slots = maps->rhs;
+  if (error == cudaSuccess && IsPair(p)) error = DescribeArray(up, lines, &maps->up);
+  if (error != cudaSuccess || p.slots.first == 0) return error;
+  error = DescribeArray(slots, lines, &maps->slots);
   if (error != cudaSuccess || !IsPair(p)) return error;
-  planes[1] = AddSlots(p, p.slots.up, &up);
-  return DescribeArray(up, by_expert ? kStoredRows : kPieceSide, &maps->up);
+  return DescribeArray(up_slots, lines, &maps->up_slots);
 }
 
 Groups GroupsOf(const GroupedGemmParams& p) {
@@ -253,8 +237,7 @@ Scales ScalesOf(const GroupedGemmParams& p) {
   return scales;
 }
 
-KernelArguments MakeArguments(const GroupedGemmParams& p, const Planes (&planes)[2],
-                              int32_t blocks) {
+KernelArguments MakeArguments(const GroupedGemmParams& p, int32_t blocks) {
   KernelArguments args{};
   args.groups = GroupsOf(p);
   const bool backward = p.product == GemmProduct::kDataGrad;
@@ -262,8 +245,6 @@ KernelArguments MakeArguments(const GroupedGemmParams& p, const Planes (&planes)
   args.band = p.tuning.band;
   args.half = IsPair(p) ? WeightColumns(p) : INT32_MAX;
   args.first_slot = p.slots.first == 0 ? INT32_MAX : p.slots.first;
-  args.planes[0] = planes[0];
-  args.planes[1] = planes[1];
   args.out.data = p.out;
   // Unused if output rows are the groups' rows.
   args.out.rows = p.in_features;
@@ -332,12 +313,11 @@ cudaError_t LaunchGroupedGemm(cudaStream_t stream, GroupedGemmParams params) {
     error = gemm::CopyWeights(stream, &params);
   }
   gemm::Maps maps;
-  gemm::Planes planes[2] = {};
-  if (error == cudaSuccess) error = gemm::MakeMaps(params, &maps, planes);
+  if (error == cudaSuccess) error = gemm::MakeMaps(params, &maps);
   if (error != cudaSuccess) return error;
   int32_t blocks = params.tickets.blocks;
   if (blocks == 0) blocks = processors / gemm::kClusterBlocks * gemm::kClusterBlocks;
-  error = instance->launch(stream, maps, gemm::MakeArguments(params, planes, blocks), blocks);
+  error = instance->launch(stream, maps, gemm::MakeArguments(params, blocks), blocks);
   if (error != cudaSuccess || !params.clear_slack || by_expert) return error;
   return gemm::ClearSlackOf(stream, params, processors);
 }

@@ -271,11 +271,6 @@ __device__ __forceinline__ void MultiplyTiles(const KernelArguments& args, const
   if (threadIdx.x % 128 == 0) WaitStoresRead<0>();
 }
 
-__device__ __forceinline__ Halves HalvesOf(const KernelArguments& args, const CUtensorMap* first,
-                                           const CUtensorMap* second) {
-  return {first, second, args.half, args.first_slot, args.planes[0], args.planes[1]};
-}
-
 template <class Traits>
 __device__ __forceinline__ void InitBarriers(SharedMemory<Traits>* memory) {
   for (int i = 0; i < Traits::kStages; ++i) {
@@ -293,10 +288,15 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
                       const __grid_constant__ CUtensorMap rhs_map,
                       const __grid_constant__ CUtensorMap out_map,
                       const __grid_constant__ CUtensorMap up_map,
+                      const __grid_constant__ CUtensorMap slots_map,
+                      const __grid_constant__ CUtensorMap up_slots_map,
                       const __grid_constant__ CUtensorMap inner_map,
                       const __grid_constant__ KernelArguments args) {
   extern __shared__ __align__(1024) uint8_t dynamic[];
   if (LeftOut(args.wanted)) return;
+  const auto with = [&](const CUtensorMap* first) {
+    return Halves{first, &up_map, &slots_map, &up_slots_map, args.half, args.first_slot};
+  };
   auto* memory = reinterpret_cast<SharedMemory<Traits>*>(dynamic);
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
   const uint32_t rank = ClusterRank();
@@ -317,7 +317,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kFinderRegisters));
     if (threadIdx.x / 32 == 4 * kMultipliers) {
       const Cluster cluster{rank, blockIdx.x / kClusterBlocks, gridDim.x / kClusterBlocks};
-      LoadTiles<Traits>(args, &lhs_map, HalvesOf(args, &rhs_map, &up_map),
+      LoadTiles<Traits>(args, &lhs_map, with(&rhs_map),
                         MakeSchedule<Traits>(args, memory->order, cluster), rank, memory);
     }
     if constexpr (Traits::kByBlock) {
@@ -326,7 +326,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kSummerRegisters));
-    MultiplyTiles<Traits>(args, HalvesOf(args, &out_map, &up_map), &inner_map, warpgroup, memory);
+    MultiplyTiles<Traits>(args, with(&out_map), &inner_map, warpgroup, memory);
   }
   // Neither block may free its memory while the other can load into it or arrive at its barriers.
   SyncCluster();
@@ -339,8 +339,8 @@ cudaError_t Launch(cudaStream_t stream, const Maps& maps, const KernelArguments&
   static_assert(Traits::kStages >= 3, "loads must be ahead");
   const cudaError_t error = AllowSharedBytes(GroupedGemmKernel<Traits>, kBytes);
   if (error != cudaSuccess) return error;
-  GroupedGemmKernel<Traits><<<blocks, kThreads, kBytes, stream>>>(maps.lhs, maps.rhs, maps.out,
-                                                                  maps.up, maps.inner, args);
+  GroupedGemmKernel<Traits><<<blocks, kThreads, kBytes, stream>>>(
+      maps.lhs, maps.rhs, maps.out, maps.up, maps.slots, maps.up_slots, maps.inner, args);
   return cudaGetLastError();
 }
 

@@ -23,6 +23,8 @@ struct Maps {
   CUtensorMap rhs;
   CUtensorMap out;
   CUtensorMap up;     // second array of weights of a pair, read or written
+  CUtensorMap slots;  // like the array of weights, and like `up`, of the experts in slots
+  CUtensorMap up_slots;
   CUtensorMap inner;  // written by products with an activation
 };
 

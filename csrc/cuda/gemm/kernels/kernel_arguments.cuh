@@ -38,7 +38,6 @@ struct KernelArguments {
   int32_t band;
   int32_t half;        // columns of a pair's first array; INT32_MAX: there is one array
   int32_t first_slot;  // the first expert whose weight is in a slot; INT32_MAX: none
-  Planes planes[2];    // of the arrays of weights: of one, or of a pair
   Scales scales;
   const int32_t* wanted;  // [1] or null
   Tickets tickets;

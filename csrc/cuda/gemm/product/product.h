@@ -70,11 +70,11 @@ struct GemmTickets {
   int32_t all_blocks = 0;     // blocks of all launches, even
 };
 
-// Weights, or their gradients, of experts that are not in one array with the first ones. Each array
-// begins a whole number of weights before or after the other one.
+// Weights, or their gradients, of experts that are not in one array with the first ones.
 struct GemmSlots {
   int32_t first = 0;        // these experts and later ones are in the arrays below; 0: none
-  void* weights = nullptr;  // [G - first, ...], like the operand or result with weights
+  void* weights = nullptr;  // [G - first, ...], like the operand or result with weights, 16-byte
+                            // aligned, anywhere
   void* up = nullptr;       // [G - first, ...], like rhs_up or out_up
 };
 

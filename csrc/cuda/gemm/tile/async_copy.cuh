@@ -72,27 +72,22 @@ struct Coordinates {
 __device__ __forceinline__ void PrefetchMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-// The planes of a map that hold experts: expert e is in plane e + (e < first_slot ? home : slots).
-struct Planes {
-  int32_t home;
-  int32_t slots;
-};
-// One array, or two whose lines are concatenated.
+// One array, or two whose lines are concatenated, and the arrays of the experts in slots.
 struct Halves {
   const CUtensorMap* first;
   const CUtensorMap* second;
+  const CUtensorMap* first_slots;
+  const CUtensorMap* second_slots;
   int32_t width;  // width of the first array, a multiple of a box; INT32_MAX: there is one array
-  int32_t first_slot;  // INT32_MAX: each expert's number is its plane
-  Planes of_first;
-  Planes of_second;
+  int32_t first_slot;  // the first expert in a slot; INT32_MAX: none
 };
 // Returns the map that contains coordinate x of expert z, and makes both relative to that map.
 __device__ __forceinline__ const CUtensorMap* FindHalf(const Halves& halves, Coordinates* at) {
   const bool first = at->x < halves.width;
   if (!first) at->x -= halves.width;
-  const Planes& planes = first ? halves.of_first : halves.of_second;
-  at->z += at->z < halves.first_slot ? planes.home : planes.slots;
-  return first ? halves.first : halves.second;
+  if (at->z < halves.first_slot) return first ? halves.first : halves.second;
+  at->z -= halves.first_slot;
+  return first ? halves.first_slots : halves.second_slots;
 }
 
 // Copies one box of the map to `shared`. `barrier` counts its bytes.
