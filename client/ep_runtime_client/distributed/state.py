@@ -84,8 +84,9 @@ class State:
             GroupNotReadyError: a process did not come within the session's timeout.
             PoolExhaustedError: the daemon's memory, or the user's quota, has no room for a copy.
 
-        Cost: a copy to pinned host memory and from there to the daemon's; both overlap the next
-        steps. The first two calls, and those after a change of processes or shapes, allocate.
+        Cost: a copy to pinned host memory, at 50 GB/s of an H200, and from there to the daemon's,
+        at some 20 GB/s. Both overlap steps, but one that donates the arrays waits for the first.
+        The first two calls, and those after a change of processes or shapes, allocate.
         """
         self._client.require_alive()  # a fenced process must not write
         check_whole("step", step, 0)
