@@ -3,10 +3,11 @@
     python tests/bench/convergence.py OUT --gpus 0,1 --recipes bf16,fp8,fp8-block,stock --seeds 0,1
 
 With server and client on PYTHONPATH; needs optax. Each pair of a recipe and a seed is a run, each
-run is a process with one GPU, and all runs train at the same time. Runs of one seed start from
-equal values and see equal batches. "stock" computes the experts in plain JAX: bf16 like ours, every
-expert on every token, with no drops. The others call `ep.moe` without a capacity factor, so they
-drop nothing either. Attention, router and optimizer are the demo's, in float32.
+run is a process with --devices GPUs, and all runs train at the same time. Runs of one seed start
+from equal values and see equal batches. "stock" computes the experts in plain JAX: bf16 like ours,
+every expert on every token, with no drops. The others call `ep.moe` without a capacity factor, so
+they drop nothing either. "bf16-slots" is bf16 with a slot on each rank for every expert of a rank.
+Attention, router and optimizer are the demo's, in float32.
 
 The text is the source of Python's standard library without its tests. Every 20th file is held out.
 
@@ -34,7 +35,8 @@ from unittest import mock
 
 STARTED = time.monotonic()
 STOCK = "stock"
-RECIPES = ("bf16", "fp8", "fp8-block", STOCK)
+SLOTS = "bf16-slots"
+RECIPES = ("bf16", SLOTS, "fp8", "fp8-block", STOCK)
 EVERY = 10  # steps whose losses are averaged to one number of the file
 LAST = 100 // EVERY  # last numbers, whose mean is the final training loss
 HELD_OUT_BATCHES = 32
@@ -51,7 +53,9 @@ def run_all(args: argparse.Namespace) -> bool:
         command = [sys.executable, __file__, *sys.argv[1:]]
         environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         if args.platform == "gpu":
-            environment["CUDA_VISIBLE_DEVICES"] = args.gpus[number % len(args.gpus)]
+            first = number * args.devices
+            some = [args.gpus[(first + k) % len(args.gpus)] for k in range(args.devices)]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(some)
         command += ["--recipes", recipe, "--seeds", str(seed)]
         started.append(subprocess.Popen(command, env=environment))
     well = True
@@ -82,11 +86,12 @@ def run_one(args: argparse.Namespace, recipe: str, seed: int) -> None:
     from ep_runtime_client.jobs.members import Member, start_jax
 
     sizes = {field: getattr(args, field) for field in _SIZES}
-    config = DemoConfig(devices=1, seed=seed, steps=args.steps, **sizes).checked()
+    devices, mesh = args.devices, f"ep={args.devices}"
+    config = DemoConfig(devices=devices, mesh=mesh, seed=seed, steps=args.steps, **sizes).checked()
     name, session = f"{recipe}-{seed}", None
     if recipe != STOCK:
         session = ep.connect("embedded", timeout_s=120.0)
-    start_jax(1, Member(), args.platform)
+    start_jax(devices, Member(), args.platform)
     mesh = trainer.make_mesh(dataclasses.replace(config, platform=args.platform))
     rules = ep.sharding.rules("fsdp+ep").on(mesh)
     experts, hidden = config.num_experts, config.hidden_size
@@ -100,13 +105,14 @@ def run_one(args: argparse.Namespace, recipe: str, seed: int) -> None:
             "convergence",
             mesh,
             rules=rules,
-            max_tokens_per_rank=config.tokens_per_step,
+            max_tokens_per_rank=config.tokens_per_step // devices,
             max_top_k=config.top_k,
             max_token_dtype="bfloat16",
+            spare_experts=experts // devices if recipe == SLOTS else 0,
             **shape,
         )
         layers = [group.register_layer(each, top_k=config.top_k) for each in names]
-        made = None if recipe == "bf16" else transformer.RECIPES[recipe]
+        made = None if recipe in ("bf16", SLOTS) else transformer.RECIPES[recipe]
         how = {"recipe": made, "compute_dtype": "bfloat16", "params_spec": rules}
     optimizer = trainer.make_optimizer(config.steps)
 
@@ -153,6 +159,14 @@ def run_one(args: argparse.Namespace, recipe: str, seed: int) -> None:
     found = [float(judge(state[0], next(others))) for _ in range(HELD_OUT_BATCHES)]
     if session is not None:
         group.check()
+        if devices > 1:
+            load = group.load()
+            own = [each.ranks.max() / each.ranks.mean() for each in load.layers.values()]
+            fullest = load.computed.max() / load.computed.mean()
+            _say(
+                f"{name}: a rank's own experts got up to {max(own):.3f} of the even share of a "
+                f"layer's rows; over all layers a rank computed up to {fullest:.3f} even shares"
+            )
         session.close()
     steps = len(losses) * EVERY
     result = {
@@ -221,13 +235,14 @@ def texts() -> tuple[Any, Any]:
 
 
 def report(folder: Path) -> Iterator[str]:
-    """Prints a table of a folder's runs, then each recipe's distance from plain JAX
-    and the noise.
+    """Prints a table of a folder's runs, then each recipe's distance from plain JAX, or else from
+    the first recipe, and the noise.
     """
     runs = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
     by = {(run["recipe"], run["seed"]): run for run in runs}
     seeds = sorted({run["seed"] for run in runs})
     recipes = [recipe for recipe in RECIPES if any((recipe, seed) in by for seed in seeds)]
+    base = STOCK if STOCK in recipes else next(iter(recipes), STOCK)
     yield "| recipe | seed | steps | ms a step | loss, last 100 steps | held out | experts by |"
     yield "|---|---|---|---|---|---|---|"
     for recipe in recipes:
@@ -244,14 +259,14 @@ def report(folder: Path) -> Iterator[str]:
         for recipe in recipes:
             found = {seed: value(by[recipe, seed]) for seed in seeds if (recipe, seed) in by}
             gaps = [
-                one - value(by[STOCK, seed]) for seed, one in found.items() if (STOCK, seed) in by
+                one - value(by[base, seed]) for seed, one in found.items() if (base, seed) in by
             ]
             if len(found) > 1:
                 spread.append(statistics.variance(found.values()))
             text = f"{title}: {recipe} mean {statistics.fmean(found.values()):.4f}"
-            if gaps and recipe != STOCK:
+            if gaps and recipe != base:
                 said = " ".join(f"{gap:+.4f}" for gap in gaps)
-                text += f"; minus plain JAX by seed: {said}, mean {statistics.fmean(gaps):+.4f}"
+                text += f"; minus {base} by seed: {said}, mean {statistics.fmean(gaps):+.4f}"
             yield text
         if spread:
             noise = statistics.fmean(spread) ** 0.5
@@ -286,9 +301,11 @@ def main() -> int:
     )
     add = parser.add_argument
     add("out", type=Path, help="folder of the runs' files")
-    add("--recipes", type=_names, default=[*RECIPES], help="default " + ",".join(RECIPES))
+    default = [name for name in RECIPES if name != SLOTS]  # slots need several devices
+    add("--recipes", type=_names, default=default, help="default " + ",".join(default))
     add("--seeds", type=_numbers, default=[0, 1], help="of initial values and batches; default 0,1")
     add("--gpus", type=lambda text: text.split(","), default=["0"], help="default 0")
+    add("--devices", type=int, default=1, help="of a run, all in one EP group; default 1")
     add("--platform", choices=("gpu", "cpu"), default="gpu")
     add("--steps", type=int, default=2000, help=f"a multiple of {EVERY}; default 2000")
     add("--seconds", type=float, default=400.0, help="limit of a run with compiling; default 400")
