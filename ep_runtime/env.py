@@ -27,7 +27,7 @@ different environments. Such a setting must be a group's setting or an argument.
 | NO_COLOR | unset | any text: no colours on the command line |
 | GLIBC_TUNABLES | unset | glibc's own; malloc settings here or in MALLOC_* replace the runtime's |
 | GRPC_VERBOSITY | NONE | gRPC's own lines on the daemon's stderr, next to its log |
-| XLA_FLAGS | unset | XLA's own; `distributed.initialize` adds missing flags for NCCL's errors |
+| XLA_FLAGS | unset | XLA's own; `distributed.initialize` adds flags that let collectives end |
 | XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE | unset | JAX's; `distributed.initialize` sets 1 |
 | XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT | unset | JAX's own; `distributed.initialize` sets 1 |
 | TF_CPP_MIN_LOG_LEVEL | 1 | XLA's own; `ep-runtime coordination` logs no INFO lines by default |
@@ -328,17 +328,17 @@ def let_collectives_end() -> None:
     """Makes collectives with an ended process raise an error, instead of ending our process or
     waiting for half an hour.
 
-    On CPUs, a collective that begins after another has failed may wait behind bytes that nobody
-    takes. It does so less often if XLA runs few collectives at a time, and not for longer than the
-    timeout. XLA reads these variables only when its backend starts. Keeps values that the user has
-    set.
+    On CPUs, XLA would merge all-reduces into one operation, which goes on with the next array after
+    one has failed. That one then waits for the timeout, because gloo's connection still has bytes
+    of the failed one. XLA reads these variables only when its backend starts. Keeps values that the
+    user has set.
     """
     flags = _text("XLA_FLAGS") or ""
     wanted = {
         "xla_gpu_nccl_terminate_on_error": "false",
         "xla_gpu_nccl_async_execution": "true",
         "xla_gpu_nccl_blocking_communicators": "false",
-        "xla_cpu_enable_concurrency_optimized_scheduler": "false",
+        "xla_disable_hlo_passes": "cpu-all-reduce-combiner",
         "xla_cpu_collective_timeout_seconds": "30",
     }
     missing = [f"--{name}={value}" for name, value in wanted.items() if name not in flags]

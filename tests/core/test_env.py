@@ -159,5 +159,5 @@ def test_collectives_end_as_the_user_says(monkeypatch: pytest.MonkeyPatch) -> No
     env.let_collectives_end()
     flags = dict(flag.split("=") for flag in os.environ["XLA_FLAGS"].split())
     assert flags["--xla_cpu_collective_timeout_seconds"] == "90"
-    assert flags["--xla_cpu_enable_concurrency_optimized_scheduler"] == "false"
+    assert flags["--xla_disable_hlo_passes"] == "cpu-all-reduce-combiner"
     assert os.environ["XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE"] == "0"

@@ -49,7 +49,38 @@ def forget_and_die():
 
 jax_internals.forget_topology = forget_and_die
 """
+# All-reduces begin after a process has died and before the others cut their connections.
+_ADDS = """
+import threading
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from ep_runtime_client.daemons import coordination
+
+begun, cut = threading.Event(), coordination.cut_accepted
+coordination.cut_accepted = lambda: begun.wait(60) and cut()
+
+def step(x):
+    sums = add(x)
+    begun.set()
+    return sums
+
+for generation in ep.distributed.generations():
+    with generation:
+        mesh = jax.sharding.Mesh(np.array(generation.devices), ("ep",))
+        whole, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ([], ["ep"]))
+        ones = np.ones((mesh.size, 64), "float32")
+        x = jax.make_array_from_callback(ones.shape, split, lambda part: ones[part])
+        add = jax.jit(lambda x: (x.sum(0), x.sum()), out_shardings=whole)
+        generation.step(add, x)
+        if generation.number == 0:
+            say(ready=True)
+            hear()
+        total = generation.step(step, x)[1]
+say(total=float(total))
+os._exit(0)
+"""
 STEPS = 4
+LEAVES_S = 15.0  # half of XLA's timeout of a collective
 
 
 def _of_gpus(processes: int) -> list[dict[str, str]]:
@@ -124,6 +155,17 @@ def test_nobody_waits_for_a_process_that_died_before_its_group_formed(place: Pat
         assert first.heard(WAIT_S)["devices"] == 1
         first.tell()
         assert first.finish() == 0
+
+
+def test_nobody_waits_for_the_next_of_several_sums_after_one_has_failed(place: Path) -> None:
+    with start(place, 2, 3, "adds", _ADDS) as job:
+        assert job.heard(WAIT_S) == [{"ready": True}] * 2
+        survivor, victim = job.workers
+        victim.kill()
+        assert victim.finish() == -signal.SIGKILL
+        survivor.tell()
+        assert survivor.heard(LEAVES_S) == {"total": 3 * 64}
+        assert survivor.finish() == 0
 
 
 def test_nobody_waits_for_process_0_that_died_before_it_told_the_devices(place: Path) -> None:
