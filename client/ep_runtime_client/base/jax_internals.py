@@ -364,8 +364,9 @@ def learn_topology() -> None:
 def tell_topology() -> None:
     """Publishes the topology for process 0, which died maybe before it published it again. Other
     processes wait for it in `renew_cpu`."""
-    if _topology:
-        distributed().client.key_value_set_bytes(_TOPOLOGY.format("cpu"), _topology, True)
+    client = distributed().client
+    if _topology and client is not None:  # None: this process has left the job
+        client.key_value_set_bytes(_TOPOLOGY.format("cpu"), _topology, True)
 
 
 def backend_started() -> bool:
