@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import pty
 import re
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -194,6 +196,36 @@ def test_workers_end_with_a_killed_parent(endless: Endless) -> None:
     demo.kill()
     for pid in workers:
         wait_gone(pid)
+
+
+_ENDS = """
+import atexit, os
+from ep_runtime_client.jobs.members import run_member
+
+class Module:
+    def __del__(self):
+        os.write(2, b"Python ends")
+
+kept = Module()
+atexit.register(print, "exit functions run")
+run_member(lambda order, member: order["code"], "ends")
+"""
+
+
+def test_a_process_ends_with_its_code_before_python_does(tmp_path: Path) -> None:
+    """Threads of JAX and gRPC that still run may abort a process when Python ends."""
+    order = json.dumps({"order": {"code": 3}, "member": {"directory": str(tmp_path)}})
+    theirs, ours = os.pipe()  # the process ends with its standard input
+    with open(theirs) as stdin, open(ours, "wb"):
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _ENDS, order],
+            stdin=stdin,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    assert (done.returncode, done.stdout, done.stderr) == (3, "exit functions run\n", "")
 
 
 def config_of(*options: str) -> DemoConfig:

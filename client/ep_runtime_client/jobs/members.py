@@ -6,6 +6,7 @@ to our terminal, the others to logs; the end of a log is shown if its process fa
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import json
@@ -192,13 +193,6 @@ def _keep_output_ours(member: Member) -> None:
     sys.stdout = ours
 
 
-def _leave(code: int) -> NoReturn:
-    """Ends at once, because jax.distributed's shutdown would wait for dead processes."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 def run_member(work: Callable[[dict[str, Any], Member], int], name: str) -> NoReturn:
     """Runs one process of a job, with the arguments that `Members` wrote.
 
@@ -211,15 +205,19 @@ def run_member(work: Callable[[dict[str, Any], Member], int], name: str) -> NoRe
     threading.Thread(target=_end_with_parent, name="job-parent", daemon=True).start()
     _keep_output_ours(member)
     try:
-        sys.exit(work(said["order"], member))
+        code = work(said["order"], member)
+        atexit._run_exitfuncs()  # not after an error: JAX's would wait for dead processes
     except KeyboardInterrupt:
-        _leave(INTERRUPTED)
+        code = INTERRUPTED
     except EpRuntimeError as error:
         render.err(f"{name}: {error}")
-        _leave(cli.exit_code(error))
-    except Exception:  # noqa: BLE001 - an XLA error, after which shutdown would hang too
+        code = cli.exit_code(error)
+    except Exception:  # noqa: BLE001 - an XLA error
         traceback.print_exc()
-        _leave(1)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # in Python's own end, threads of JAX and gRPC may abort us
 
 
 def start_jax(
