@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from multiprocess import launch
 
+from ep_runtime_client.base import jax_internals
 from ep_runtime_client.cli.machine import nvml
 from ep_runtime_client.daemons.departures import departures
 from ep_runtime_client.distributed.peers import Peers
@@ -384,3 +385,8 @@ def test_a_death_ends_groups_that_form_unless_the_others_have_met_without_it() -
     with departures.ending(after):
         followed._end_waits(2)  # learns of it late
     assert not after.cancelled
+
+
+def test_a_process_that_has_left_the_job_tells_no_topology(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax_internals, "_topology", b"devices")
+    jax_internals.tell_topology()
