@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -18,6 +19,8 @@ import guardian
 import pytest
 
 TALK_S = 120.0  # for processes, several of which may start JAX at once
+# conftest.py hides a compilation cache from other processes, which may be killed as they write.
+CACHE = {name: value for name, value in os.environ.items() if re.match("JAX_.*CACHE", name)}
 
 
 def command(*words: object) -> list[str]:
@@ -44,7 +47,7 @@ def run_to_end(
     """
     done = subprocess.run(
         [*map(str, words)],
-        env={**(os.environ if env is None else env), **variables},
+        env={**(os.environ if env is None else env), **CACHE, **variables},
         cwd=cwd,
         input=given,
         capture_output=True,
