@@ -202,7 +202,7 @@ class Job:
         self._script = prologue + script
         given = [name for more in (environment, *own) for name in more]
         self._new = (
-            places or prologue != PROLOGUE or any(n.startswith(_READ_AT_START) for n in given)
+            places or CPU not in prologue or any(n.startswith(_READ_AT_START) for n in given)
         )
         self._environment = {
             **os.environ,
