@@ -20,12 +20,11 @@ from test_block_call import (
     CASES,
     EXPERTS,
     HIDDEN,
-    ROUTINGS,
     TOP_K,
+    check_routings,
     draw,
     graded,
     make_params,
-    routed,
 )
 
 import ep_runtime as ep
@@ -84,8 +83,8 @@ def by_node(ways: Ways) -> Ways:
 @pytest.mark.parametrize(
     ("layer", "name"),
     [
-        *(pytest.param((2, True), name, id=f"2-counted-{name}") for name in CASES),
-        pytest.param((1, False), "weights in combine", id="1-all rows"),
+        *(pytest.param((2, True), name, id=f"2-counted-{name}") for name in [*CASES][1:]),
+        pytest.param((1, False), [*CASES][0], id="1-all rows"),
         pytest.param((1, False), "drops", id="1-all rows-drops"),
     ],
     indirect=["layer"],
@@ -100,14 +99,7 @@ def test_values_and_gradients_are_those_of_the_ops(layer: Any, by_node: Ways, na
 
 @pytest.mark.parametrize("layer", [(2, True)], indirect=True, ids=["2-counted"])
 def test_any_routing(layer: Any, by_node: Ways) -> None:
-    params = dataclasses.replace(make_params(layer), router=None)
-    keys = jax.random.split(jax.random.key(3))
-    drawn = np.asarray(jax.random.randint(keys[0], (64, TOP_K), 0, EXPERTS))
-    weights, x = jax.random.normal(keys[1], drawn.shape), draw(64)
-    run = routed(layer)
-    for change in ROUTINGS.values():
-        want, got = by_node.both(run, x, params, weights, change(drawn))
-        assert_close(got, want)
+    check_routings(layer, by_node)
 
 
 @pytest.mark.parametrize("precision", ["exact", "fast", "fp8"])
@@ -131,7 +123,8 @@ def in_chunks(count: int, run: Any, *operands: Any) -> Any:
 @pytest.mark.parametrize(
     ("layer", "name", "count"),
     [
-        *(pytest.param((2, False), name, 2, id=f"2-{name}") for name in CASES),
+        *(pytest.param((2, False), name, 2, id=f"2-{name}") for name in [*CASES][1:4]),
+        pytest.param((2, False), "drops", 2, id="2-drops"),
         pytest.param((1, False), "drops", 4, id="1-drops"),
     ],
     indirect=["layer"],
@@ -163,8 +156,7 @@ def test_chunks_of_tokens_give_the_bits_of_one_call(
 PACKED = ep.recipes.BlockScaling(power_of_two_scales=True, gradient_dtype="float8_e5m2")
 
 
-@pytest.mark.parametrize("use_bias", [False, True])
-@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize(("counted", "use_bias"), [(False, True), (True, False)])
 def test_rows_that_are_sent_in_8_bits_cross_the_network_so(
     by_node: Ways, uncached: None, monkeypatch: pytest.MonkeyPatch, counted: bool, use_bias: bool
 ) -> None:

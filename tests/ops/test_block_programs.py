@@ -162,13 +162,8 @@ def layers(group: fakes.LocalGroup) -> list[Any]:
     return [group.register_layer(f"layer{i}", top_k=TOP_K, in_flight=2) for i in range(2)]
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [microbatches.accumulated_in_the_loss, microbatches.forward_beside_backward],
-    ids=lambda each: each.__name__,
-)
 def test_microbatches_add_up_to_the_batch(
-    group: fakes.LocalGroup, layers: list[Any], ways: Ways, schedule: microbatches.Schedule
+    group: fakes.LocalGroup, layers: list[Any], ways: Ways
 ) -> None:
     params = [ep.init_moe_params(jax.random.key(i), x, INNER) for i, x in enumerate(layers)]
     sharding = NamedSharding(group.mesh, PartitionSpec(None, "ep"))
@@ -176,7 +171,7 @@ def test_microbatches_add_up_to_the_batch(
     ways.by_ops()
     want = jax.jit(functools.partial(microbatches.at_once, layers))(params, batches)
     ways.emulated()
-    run = jax.jit(functools.partial(schedule, layers))
+    run = jax.jit(functools.partial(microbatches.forward_beside_backward, layers))
     got = run(params, batches)
     assert_close(got, want, atol=1e-5)
     jax.tree.map(np.testing.assert_array_equal, run(params, batches), got)

@@ -64,25 +64,6 @@ def assert_all_close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
         )
 
 
-def test_thirty_twin_layers_on_two_lanes_fifty_runs(group: fakes.LocalGroup) -> None:
-    layers = [group.register_layer(f"twin{i}", top_k=2) for i in range(30)]
-    data = [draw(i) for i in range(30)]
-    xs, ws = [d[0] for d in data], [d[2] for d in data]
-
-    @jax.jit
-    def run(xs: Any, ws: Any) -> Any:
-        return [
-            block(layer, x, d[1], w) for layer, x, d, w in zip(layers, xs, data, ws, strict=True)
-        ]
-
-    want = [meant(x, w) for x, w in zip(xs, ws, strict=True)]
-    first = run(xs, ws)
-    assert_all_close(first, want)
-    for _ in range(49):
-        for left, right in zip(run(xs, ws), first, strict=True):
-            np.testing.assert_array_equal(left, right)
-
-
 def test_unlike_layers_interleaved_forward_and_backward(group: fakes.LocalGroup) -> None:
     settings: list[tuple[dict[str, int], Any]] = [
         ({"top_k": 2}, np.float32),
