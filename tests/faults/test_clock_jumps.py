@@ -71,7 +71,7 @@ def test_nothing_ends_and_nothing_lasts_longer(daemon_process, clock):
     assert daemon.healthy()
 
 
-@pytest.mark.parametrize("seconds", JUMPS)
+@pytest.mark.parametrize("seconds", [-HOUR_S, YEAR_S])
 def test_a_daemon_that_starts_again_in_another_year_has_everything(
     daemon_process, restarted, clock, seconds
 ):

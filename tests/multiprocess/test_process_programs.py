@@ -113,12 +113,10 @@ def _start(address: str, cache: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_three_starts_in_a_row_with_the_cache_end_with_the_right_values(
+def test_a_second_start_with_the_cache_ends_with_the_right_values(
     address: str, tmp_path: Path
 ) -> None:
-    starts = [_start(address, tmp_path) for _ in range(3)]
-    first = [start[0] for start in starts]
-    assert first[0]["misses"] > 0
-    for start in first[1:]:  # process 0 loads every program; JAX decides what the others do
-        assert start["misses"] == 0
-        assert start["hits"] == first[0]["hits"] + first[0]["misses"]
+    # Process 0 loads every program; JAX decides what the others do.
+    (first, *_), (second, *_) = (_start(address, tmp_path) for _ in range(2))
+    assert first["misses"] > 0
+    assert (second["misses"], second["hits"]) == (0, first["hits"] + first["misses"])
