@@ -109,7 +109,7 @@ def pytest_collection_finish() -> None:
     """
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
-    # The gate's cache is only for this process: processes of tests are killed while they compile.
+    # Processes of tests may be killed while they compile: `child_programs.CACHE` is for the others.
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 
