@@ -50,6 +50,7 @@ class Process:
     def takes_kernels(self, wanted: bool) -> None:
         self.transposed.clear()
         self._patch.setattr(serve, "available", lambda: wanted)
+        self._patch.setattr(serve, "multiplying_gpus", lambda: () if wanted else None)
 
     def _forward(self, gemm: Any, lhs: Any, rhs: Any, *rest: Any) -> Any:
         copy = getattr(rhs, "transposed", None)
