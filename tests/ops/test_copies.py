@@ -269,16 +269,15 @@ def test_values_gradients_and_statistics_are_those_without_copies(make_group: Ma
     jax.tree.map(np.testing.assert_array_equal, *others)
 
 
-@pytest.mark.parametrize("transport", ["memfd", "xla"])
 def test_a_call_of_few_rows_is_that_of_a_group_without_slots(
-    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch, transport: str
+    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where kernels copy experts. One more token of each rank has enough rows."""
     monkeypatch.setattr(device_layout, "block_copies", lambda spec: spec.spare_experts > 0)
     monkeypatch.setattr(device_layout, "LEAST_ROWS_COPIED", 4)
     found = []
     for spare, tokens in ((0, 3), (SPARE, 3), (SPARE, 4)):
-        given = {"spare_experts": spare, "transport": transport}
+        given = {"spare_experts": spare, "transport": "memfd"}
         _, layer, x, params = opened(make_group, "dp2 ep4", **given)
         x = jax.device_put(x[: 8 * tokens], x.sharding)
         with bodies.forced(bodies.COMPOSED):
