@@ -168,14 +168,14 @@ Array RhsOf(const GroupedGemmParams& p) {
     return {p.rhs, p.rhs_type, p.out_features, RowsOf(p), 1};
   }
   if (IsTransposed(p) && p.product == GemmProduct::kForward) {
-    return {p.rhs, p.rhs_type, p.in_features, p.out_features, p.num_experts};
+    return {p.rhs, p.rhs_type, p.in_features, p.out_features, HomeExperts(p)};
   }
-  return {p.rhs, p.rhs_type, WeightColumns(p), p.in_features, p.num_experts};
+  return {p.rhs, p.rhs_type, WeightColumns(p), p.in_features, HomeExperts(p)};
 }
 
 Array OutOf(const GroupedGemmParams& p) {
   if (p.product == GemmProduct::kWeightGrad) {
-    return {p.out, p.out_type, WeightColumns(p), p.in_features, p.num_experts};
+    return {p.out, p.out_type, WeightColumns(p), p.in_features, HomeExperts(p)};
   }
   const bool backward = p.product == GemmProduct::kDataGrad;
   return {p.out, p.out_type, backward ? p.in_features : p.out_features, RowsOf(p), 1};
@@ -186,7 +186,6 @@ cudaError_t MakeMaps(const GroupedGemmParams& p, Maps* maps) {
   const int lines = by_expert ? kStoredRows : kPieceSide;
   Array rhs = RhsOf(p), out = OutOf(p);
   Array& weights = by_expert ? out : rhs;
-  if (p.slots.first != 0) weights.planes = p.slots.first;
   Array up = weights, slots = weights, up_slots = weights;
   up.data = by_expert ? p.out_up : p.rhs_up;
   slots.data = p.slots.weights;
