@@ -84,6 +84,7 @@ def assert_close(got: Any, want: Any, tolerance: float = 1e-6) -> None:
 
 
 CASES = [
+    ("ep 4", "auto", None),
     ("ep 4", "shard_map", ep.recipes.BlockScaling()),
     ("fsdp 2 x ep 2", "auto", ep.recipes.MXFP8()),
 ]
@@ -97,12 +98,12 @@ def test_the_block_of_all_stages_is_that_of_each(
     layer = group.register_layer("moe", top_k=2)
     operands = draw(group, layer)
     one = functools.partial(stage_loss, layer, recipe=recipe)
-    if "fsdp" in mesh:
+    if "fsdp" in mesh and recipe is not None:
         experts = P("ep", "fsdp")
         one = functools.partial(one, params_spec=ep.MoEParams(P(), experts, experts))
     compiled = graded(over_stages(one)).lower(*operands).compile()
     want = one_by_one(graded(one), *operands)
-    assert_close(compiled(*operands), want, 1e-5)
+    assert_close(compiled(*operands), want, 1e-6 if recipe is None else 1e-5)
     assert "collective-permute" not in compiled.as_text()
 
 
