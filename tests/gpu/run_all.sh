@@ -110,7 +110,7 @@ part_nccl_block() {
 }
 part_nccl_jobs() { nccl_tests "processes or starts or (killed and not domains)"; }
 part_nccl_domains() { nccl_tests "domains and not four and not hide"; }
-part_nccl_hidden() { TESTS="-s ${TESTS:-}" nccl_tests "hide"; }
+part_nccl_hidden() { TESTS="--dose full ${TESTS:-}" nccl_tests "hide"; }
 part_nccl_four() { nccl_tests "domains and four"; }
 part_plain() {
   XLA_FLAGS="$XLA_FLAGS --xla_gpu_enable_command_buffer=" part_tests
