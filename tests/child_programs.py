@@ -42,7 +42,7 @@ def run_to_end(
     Args:
         code: the exit code that it must have; None for any.
         given: its standard input; ours without.
-        env: all its variables, in the place of ours.
+        env: all its variables but `CACHE`, in the place of ours.
         variables: more of them.
     """
     done = subprocess.run(

@@ -86,8 +86,9 @@ def run_one(args: argparse.Namespace, recipe: str, seed: int) -> None:
     from ep_runtime_client.jobs.members import Member, start_jax
 
     sizes = {field: getattr(args, field) for field in _SIZES}
-    devices, mesh = args.devices, f"ep={args.devices}"
-    config = DemoConfig(devices=devices, mesh=mesh, seed=seed, steps=args.steps, **sizes).checked()
+    devices = args.devices
+    sizes |= {"devices": devices, "mesh": f"ep={devices}"}
+    config = DemoConfig(seed=seed, steps=args.steps, **sizes).checked()
     name, session = f"{recipe}-{seed}", None
     if recipe != STOCK:
         session = ep.connect("embedded", timeout_s=120.0)
