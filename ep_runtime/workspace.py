@@ -127,7 +127,8 @@ class BlockSizes:
         most = self.even_share // (self.experts * _CHUNK_ROWS)
         # Tokens cross forward and backward, gradients of sums backward, and sums return from both.
         # Each chunk adds its gradients of weights to f32 sums.
-        crossing = tokens * (3 * (self.packed_bytes or row) + 2 * row) * (self.nodes - 1) / _LINK
+        reached = (self.nodes - 1) * (1 - (1 - 1 / self.nodes) ** self.top_k)  # of other nodes
+        crossing = tokens * (3 * (self.packed_bytes or row) + 2 * row) * reached / _LINK
         weights = self.experts * self.hidden_size * (self.columns + self.mlp_dim)
         adding = 2 * 4 * weights / _MEMORY
 

@@ -24,7 +24,6 @@ from ep_runtime_client.moe.bodies.protocol import Forwarded
 from ep_runtime_client.moe.state import MoEState
 from ep_runtime_client.ops.quantize.formats.recipes import TILE
 from ep_runtime_client.ops.quantize.formats.tiles import from_bits, spread_tiles, widen
-from ep_runtime_client.ops.transports import nodes_plan
 
 
 @contextlib.contextmanager
@@ -87,8 +86,7 @@ class Emulated:
 
 def crossed(static: Any, crossing: Any) -> Any:
     """Returns the arrays that other nodes sent for `crossing`."""
-    ops, call = nodes_plan.collectives(static.moved), static.moved
-    return (*ops.rail_gather(call, *crossing.gathered), *ops.rail(call, *crossing.blocks))
+    return cuda_nodes._crossed(static.moved, crossing)
 
 
 def _all_saved(static: Any) -> Any:

@@ -26,11 +26,13 @@ from test_block_call import (
     graded,
     make_params,
 )
+from test_node_movement import rail_counted
 
 import ep_runtime as ep
 from ep_runtime import device_layout
+from ep_runtime_client.moe.bodies import cuda_nodes
 from ep_runtime_client.ops.movement.prepare import make_call, make_plan
-from ep_runtime_client.ops.transports import nodes, nodes_plan
+from ep_runtime_client.ops.transports import between_nccl, nodes, nodes_plan
 
 SENT = 512  # hidden size of rows whose scales fill whole copies
 PLAIN = "weights in combine"
@@ -127,6 +129,10 @@ def in_chunks(count: int, run: Any, *operands: Any) -> Any:
     [
         *(pytest.param((2, False), name, 2, id=f"2-{name}") for name in CHUNKED),
         pytest.param((1, False), "drops", 4, id="1-drops"),
+        *(
+            pytest.param((2, True), name, 4, id=f"2-counted-{name}")
+            for name in ("weights before wo", "drops")
+        ),
     ],
     indirect=["layer"],
 )
@@ -139,6 +145,10 @@ def test_chunks_of_tokens_give_the_bits_of_one_call(
     count: int,
 ) -> None:
     """Gradients of weights add up in another order. Each chunk has one exchange beside it."""
+    if nodes_plan.counts_chunks(None):
+        for module in (nodes_plan, nodes, cuda_nodes):
+            monkeypatch.setattr(module, "counts_rows", lambda call: True)
+        monkeypatch.setattr(between_nccl, "rail_counted", rail_counted)
     ran, crossed = [], block_ways.crossed
     monkeypatch.setattr(block_ways, "crossed", lambda *given: ran.append(given) or crossed(*given))
     of_params, options, lead = CASES[name]

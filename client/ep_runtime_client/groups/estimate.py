@@ -108,9 +108,11 @@ def _crossing_bytes(
 
 
 def node_chunks(spec: specs.GroupSpec, sizes: workspace.BlockSizes) -> int:
-    """Returns the chunks of the largest call, as `ep.moe` chooses them."""
-    waits = device_layout.counts_rows(spec, spec.max_top_k) or spec.on_overflow == "error"
-    return 1 if waits else sizes.node_chunks
+    """Returns the chunks of a call of these sizes, as `ep.moe` chooses them.
+
+    One if the host waits for prepare's verdict on an overflow.
+    """
+    return 1 if spec.on_overflow == "error" else sizes.node_chunks
 
 
 def block_sizes(

@@ -43,7 +43,6 @@ from ep_runtime_client.ops.routing.api import Routing
 from ep_runtime_client.ops.tracing import again, eager
 from ep_runtime_client.ops.tracing.scopes import COPIED, scope
 from ep_runtime_client.ops.tracing.varying import Axes
-from ep_runtime_client.ops.transports import nodes_plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -400,13 +399,9 @@ def _with_workspace(
 
 
 def _chunks(resolved: ResolvedCall, sizes: workspace.BlockSizes) -> int:
-    """Returns the chunks of a call whose tokens are all in `sizes`.
-
-    Counted rows cross in one exchange, because the host waits for their counts, as it waits for
-    prepare's verdict on an overflow.
-    """
-    call = resolved.moved
-    waits = nodes_plan.counts_chunks(call) or call.group.on_overflow == "error"
+    """Returns the chunks of a call whose tokens are all in `sizes`: one if the host waits for
+    prepare's verdict on an overflow."""
+    waits = resolved.moved.group.on_overflow == "error"
     return 1 if waits or resolved.body != "cuda_nodes" else sizes.node_chunks
 
 

@@ -22,6 +22,7 @@
 #include "cuda/nccl/group.h"
 #include "cuda/nccl/node_plan.h"
 #include "ffi/call_frame.h"
+#include "ffi/nccl/counted_arrays.h"
 #include "ffi/nccl/rail_call.h"
 #include "ffi/read_call.h"
 #include "xla/ffi/api/ffi.h"
@@ -103,113 +104,8 @@ Status MoveBlocks(nccl::NcclGroup& group, nccl::Communicator& communicator, cons
   return Exchange(group, communicator, *call);
 }
 
-constexpr std::chrono::microseconds kPause(5);
-
-// A pool of host memory that the device copies to while a call waits. The pool grows to the most
-// that all threads have used at one time. Its memory is never freed, because that would wait for
-// the device.
-class PinnedWords {
- public:
-  // Takes free memory of at least `count` words, or allocates it.
-  Status Take(size_t count) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      const auto fits = [&](const Words& each) { return each.count >= count; };
-      const auto found = std::find_if(free_.begin(), free_.end(), fits);
-      if (found != free_.end()) {
-        taken_ = *found;
-        free_.erase(found);
-        return Status();
-      }
-    }
-    void* made = nullptr;
-    EP_RETURN_IF_CUDA(cudaHostAlloc(&made, count * sizeof(int32_t), cudaHostAllocPortable));
-    taken_ = {static_cast<int32_t*>(made), count};
-    return Status();
-  }
-  // Returns the memory to the pool. Do not call this after a wait that timed out, because the
-  // device may still write.
-  void GiveBack() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    free_.push_back(taken_);
-  }
-  int32_t* data() const { return taken_.data; }
-
- private:
-  struct Words {
-    int32_t* data;
-    size_t count;
-  };
-  inline static std::mutex mutex_;
-  inline static std::vector<Words> free_;
-
-  Words taken_{};
-};
-
-// Copies words from `device` to the host. The wait is bounded by op_timeout_ns.
-Status ReadCounts(const nccl::NcclGroup& group, cudaStream_t stream, const int32_t* device,
-                  std::vector<int32_t>* counts) {
-  PinnedWords words;
-  EP_RETURN_IF_ERROR(words.Take(counts->size()));
-  EP_RETURN_IF_CUDA(cudaMemcpyAsync(words.data(), device, counts->size() * sizeof(int32_t),
-                                    cudaMemcpyDeviceToHost, stream));
-  const auto deadline =
-      std::chrono::steady_clock::now() + std::chrono::nanoseconds(group.options().op_timeout_ns);
-  for (;;) {
-    const cudaError_t found = cudaStreamQuery(stream);
-    if (found == cudaSuccess) break;
-    if (found != cudaErrorNotReady) return cuda::Check(found, "ep_nccl_counted_v1");
-    EP_RETURN_IF_ERROR(group.alive()());
-    if (std::chrono::steady_clock::now() > deadline) {
-      return Error(Code::kDeadlineExceeded, "OpTimeoutError")
-          .Says("ep_nccl_counted_v1: how many rows cross was not known within " +
-                std::to_string(static_cast<double>(group.options().op_timeout_ns) * 1e-9) + " s");
-    }
-    std::this_thread::sleep_for(kPause);
-  }
-  std::copy_n(words.data(), counts->size(), counts->begin());
-  words.GiveBack();
-  return Status();
-}
-
-// One side of a counted exchange. Its rows are blocks [P, R, X], or `lined_up` [N, X], with each
-// peer's rows after the rows of lower peers.
-struct CountedSide {
-  int64_t rows;  // rows of a block, or of all peers if lined_up
-  bool lined_up;
-  std::vector<int32_t> counts;  // [P]
-  std::vector<int64_t> first;   // [P]
-
-  Status Read(const Operand& array, int64_t peers) {
-    lined_up = array.dims().size() == 2;
-    rows = array.dim(lined_up ? 0 : 1);
-    counts.resize(peers);
-    first.resize(peers);
-    if (rows >= 1 && (lined_up || (array.dims().size() == 3 && array.dim(0) == peers))) {
-      return Status();
-    }
-    return array.MustBe("[" + std::to_string(peers) + ", rows, X] or [rows, X]");
-  }
-  Dims DimsOf(int64_t width) const {
-    const auto peers = static_cast<int64_t>(counts.size());
-    return lined_up ? Dims{rows, width} : Dims{peers, rows, width};
-  }
-  // Limits counts to the rows that exist, because counts of a lost rank may be too large.
-  void Take(const int32_t* given) {
-    int64_t before = 0;
-    for (size_t peer = 0; peer < counts.size(); ++peer) {
-      first[peer] = lined_up ? before : static_cast<int64_t>(peer) * rows;
-      const int64_t most = lined_up ? rows - before : rows;
-      counts[peer] = static_cast<int32_t>(std::clamp<int64_t>(given[peer], 0, most));
-      before += counts[peer];
-    }
-  }
-};
-
 // ep_nccl_counted_v1(counts s32 [2, P], rows ...; node_size, rail) -> rows ... Sends counts[0, p]
-// rows to peer p, and receives counts[1, p] rows from it. Operands are blocks [P, R, X], whose
-// first rows are sent, or rows [N, X] of one peer after another; results likewise. A rank's own
-// rows are copied. Other rows of the results are undefined.
+// rows to peer p, and receives counts[1, p] rows from it, as `CountedArrays` explains.
 Status MoveRows(nccl::NcclGroup& group, nccl::Communicator& communicator, const ffi::Dictionary&,
                 NcclCall* call) {
   const CallFrame& frame = call->frame;
@@ -219,48 +115,20 @@ Status MoveRows(nccl::NcclGroup& group, nccl::Communicator& communicator, const 
   const auto [counts_given] = frame.Args("counts");
   const int32_t* on_device = nullptr;
   EP_RETURN_IF_ERROR(counts_given.Read({2, peers.count}, &on_device));
-  CountedSide sent, received;
-  std::vector<nccl::CountedRows> moved;
+  CountedArrays arrays(peers);
   for (size_t i = 0; i < frame.rets.size(); ++i) {
-    const Operand rows(frame.call, "rows", frame.args[i + 1]);
-    const Operand result(frame.call, "result", frame.rets[i]);
-    if (i == 0) {
-      EP_RETURN_IF_ERROR(sent.Read(rows, peers.count));
-      EP_RETURN_IF_ERROR(received.Read(result, peers.count));
-    }
-    const int64_t width = rows.dim(sent.lined_up ? 1 : 2);
-    nccl::CountedRows one{};
-    EP_RETURN_IF_ERROR(rows.Read(rows.type(), sent.DimsOf(width), &one.sent));
-    EP_RETURN_IF_ERROR(result.Read(rows.type(), received.DimsOf(width), &one.received));
-    one.row_bytes = width * rows.element_bytes();
-    one.sent_first = sent.first.data();
-    one.sent_count = sent.counts.data();
-    one.received_first = received.first.data();
-    one.received_count = received.counts.data();
-    moved.push_back(one);
+    EP_RETURN_IF_ERROR(arrays.Add(Operand(frame.call, "rows", frame.args[i + 1]),
+                                  Operand(frame.call, "result", frame.rets[i])));
   }
   const nccl::Api* api = nullptr;
   EP_RETURN_IF_ERROR(nccl::Load("", &api));
   std::vector<int32_t> counts(2 * peers.count);
-  Status status = group.Ended(ReadCounts(group, call->stream, on_device, &counts));
-  sent.Take(counts.data());
-  received.Take(counts.data() + peers.count);
+  Status status = group.Ended(ReadCounts(group, frame.call, call->stream, on_device, &counts));
   if (status.ok()) {
-    const int32_t own = std::min(sent.counts[peers.self], received.counts[peers.self]);
-    for (const nccl::CountedRows& one : moved) {
-      EP_RETURN_IF_CUDA(cudaMemcpyAsync(one.From(peers.self), one.For(peers.self),
-                                        own * one.row_bytes, cudaMemcpyDeviceToDevice,
-                                        call->stream));
-    }
-    status = group.Run(communicator, peers, [&](nccl::Comm* comm) {
-      int result = nccl::kSuccess;
-      for (const nccl::CountedRows& one : moved) {
-        if (result == nccl::kSuccess) {
-          result = nccl::SendRows(*api, peers, one, comm, call->stream);
-        }
-      }
-      return result;
-    });
+    arrays.Take(counts.data());
+    EP_RETURN_IF_ERROR(arrays.CopyOwn(call->stream));
+    status = group.Run(communicator, peers,
+                       [&](nccl::Comm* comm) { return arrays.Send(*api, comm, call->stream); });
   }
   for (const Buffer& ret : frame.rets) {
     EP_RETURN_IF_ERROR(Finish(communicator, *call, ret, status));

@@ -46,21 +46,32 @@ Status StartSums(const CudaCall& call, const CallFrame& block) {
   return at == end ? Status() : OtherVersion(call.frame.call, "the program adds to no gradient");
 }
 
+// Starts sending the last arrays of the call, as many as it has results after the first `results`.
+Status BeginCrossing(const CallFrame& frame, size_t results, RailCall* rail) {
+  const size_t count = frame.rets.size() - results, given = frame.args.size() - count;
+  const Operand counts(frame.call, "counts", frame.args[given - 1]);
+  const bool counted = !counts.absent(2);
+  std::vector<nccl::Blocks> blocks(counted ? 0 : count);
+  CountedArrays tokens(rail->peers()), sums(rail->peers());
+  for (size_t i = 0; i < count; ++i) {
+    const Operand array(frame.call, "crossing", frame.args[given + i]);
+    const Operand result(frame.call, "crossed", frame.rets[results + i]);
+    const bool gathers = result.dims().size() > array.dims().size();
+    EP_RETURN_IF_ERROR(counted ? (gathers ? tokens : sums).Add(array, result)
+                               : ReadBlocks(array, result, rail->ranks(), gathers, &blocks[i]));
+  }
+  if (!counted) return rail->Begin(blocks, /*own=*/true);
+  const int32_t* on_device = nullptr;
+  EP_RETURN_IF_ERROR(counts.Read({4, rail->ranks()}, &on_device));
+  return rail->BeginCounted(on_device, &tokens, &sums);
+}
+
 // Runs `launch` on the frame `block` while the arrays after it in `call` cross.
 template <typename Launch>
 Status RunBeside(const CudaCall& call, const CallFrame& block, RailCall* rail,
                  const Launch& launch) {
-  const CallFrame& frame = call.frame;
-  const size_t first = block.rets.size(), count = frame.rets.size() - first;
-  std::vector<nccl::Blocks> arrays(count);
-  for (size_t i = 0; i < count; ++i) {
-    const Operand given(frame.call, "crossing", frame.args[frame.args.size() - count + i]);
-    const Operand result(frame.call, "crossed", frame.rets[first + i]);
-    const bool gathers = result.dims().size() > given.dims().size();
-    EP_RETURN_IF_ERROR(ReadBlocks(given, result, rail->ranks(), gathers, &arrays[i]));
-  }
   EP_RETURN_IF_ERROR(StartSums(call, block));
-  EP_RETURN_IF_ERROR(rail->Begin(arrays, /*own=*/true));
+  EP_RETURN_IF_ERROR(BeginCrossing(call.frame, block.rets.size(), rail));
   const bool overlaps = Overlaps(call);
   if (!overlaps) EP_RETURN_IF_ERROR(rail->Await());
   EP_RETURN_IF_ERROR(launch(CudaCall{block, call.context, call.group, call.rank, call.name,
@@ -71,7 +82,7 @@ Status RunBeside(const CudaCall& call, const CallFrame& block, RailCall* rail,
 template <typename Launch>
 Status LaunchBeside(const CudaCall& call, const Launch& launch) {
   const auto crossing = static_cast<size_t>(call.attributes.crossing);
-  const size_t more = crossing + static_cast<size_t>(call.attributes.added);
+  const size_t more = crossing + 1 + static_cast<size_t>(call.attributes.added);
   if (crossing < 1 || call.frame.args.size() < more || call.frame.rets.size() < crossing) {
     return OtherVersion(call.frame.call, "the program gives fewer arrays than cross");
   }
@@ -86,13 +97,18 @@ Status LaunchBeside(const CudaCall& call, const Launch& launch) {
 
 }  // namespace
 
-// ep_nccl_block_v1(operands of ep_block_v1, arrays ...; crossing=their number, node_size)
+// ep_nccl_block_v1(operands of ep_block_v1, counts, arrays ...; crossing=their number, node_size)
 //   -> results of ep_block_v1, arrays ... [D, ...]: block m is from the same local rank of node m.
 //      An array [D, ...] sends block m there; one without D sends all of it to every node.
+// With counts s32 [4, D], only counted rows cross, as `CountedArrays` explains: arrays [N, X]
+// arrive
+//   as blocks [D, R, X], counts[0] and counts[1] of their rows sent and received; blocks arrive
+//   lined up, by counts[2] and counts[3]. The host waits for counts. Else they are [0, 0].
 Status LaunchRailBlockCall(const CudaCall& call) { return LaunchBeside(call, LaunchBlockCall); }
 
-// ep_nccl_block_bwd_v1(operands of ep_block_bwd_v1, sums ..., arrays ...; crossing, node_size,
-//                      added=the number of sums) -> results of ep_block_bwd_v1, arrays ...
+// ep_nccl_block_bwd_v1(operands of ep_block_bwd_v1, sums ..., counts, arrays ...; crossing,
+//                      node_size, added=the number of sums)
+//   -> results of ep_block_bwd_v1, arrays ...
 // With `added` > 0, gradients of weights and biases are added to the sums, in the order of the
 // results that are not empty. Gradients of weights are f32 then.
 Status LaunchRailBlockBwdCall(const CudaCall& call) {

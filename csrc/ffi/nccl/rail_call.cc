@@ -43,6 +43,7 @@ Status RailCall::FindCommunicator(const CudaCall& call, int64_t node_size) {
 }
 
 Status RailCall::Open(const CudaCall& call, int64_t node_size) {
+  name_ = call.frame.call;
   main_ = call.stream;
   nccl::Layer layer;
   EP_RETURN_IF_ERROR(nccl::ThisProcessGroups().Resolve(
@@ -62,9 +63,32 @@ Status RailCall::Begin(const std::vector<nccl::Blocks>& arrays, bool own) {
     EP_RETURN_IF_CUDA(cudaMemcpyAsync(each.From(me()), each.For(me()), each.bytes,
                                       cudaMemcpyDeviceToDevice, side_->stream()));
   }
-  const Status status = group_->Issue(*communicator_, peers_, [&](nccl::Comm* comm) {
+  return Start([&](nccl::Comm* comm) {
     return nccl::SendArrays(*api_, peers_, arrays, comm, side_->stream());
   });
+}
+
+Status RailCall::BeginCounted(const int32_t* counts, CountedArrays* first, CountedArrays* second) {
+  std::vector<int32_t> found(4 * peers_.count);
+  const Status status = ReadCounts(*group_, name_, main_, counts, &found);
+  if (!status.ok()) {
+    lost_ = !group_->Ended(status).ok();
+    return Status();
+  }
+  first->Take(found.data());
+  second->Take(found.data() + 2 * peers_.count);
+  EP_RETURN_IF_ERROR(side_->Follow(main_));
+  EP_RETURN_IF_ERROR(first->CopyOwn(side_->stream()));
+  EP_RETURN_IF_ERROR(second->CopyOwn(side_->stream()));
+  return Start([&](nccl::Comm* comm) {
+    const int result = first->Send(*api_, comm, side_->stream());
+    return result != nccl::kSuccess ? result : second->Send(*api_, comm, side_->stream());
+  });
+}
+
+template <typename Issue>
+Status RailCall::Start(const Issue& issue) {
+  const Status status = group_->Issue(*communicator_, peers_, issue);
   lost_ = !status.ok();
   begun_ = status.ok();
   return Status();

@@ -50,10 +50,15 @@ class Crossing(NamedTuple):
     Attributes:
         gathered: arrays [...] that every node gets: [D, ...] arrive.
         blocks: arrays [D, ...], with a block for each node: [D, ...] arrive.
+        counts: int32 [4, D] if only counted rows cross, as in `between_nccl.rail_counted`: of
+            `gathered`, which is lined up, rows to and from each node, then those of `blocks`.
+        rows: with counts, rows of a block of `gathered`, and of all `blocks` lined up, that arrive.
     """
 
     gathered: tuple[jax.Array, ...]
     blocks: tuple[jax.Array, ...]
+    counts: jax.Array | None = None
+    rows: tuple[int, int] = (0, 0)
 
 
 def scaling_of(recipe: Recipe | None) -> Scaling:
@@ -228,9 +233,15 @@ def _call(
         arrays = (*crossing.gathered, *crossing.blocks)
         numbers |= {"crossing": len(arrays), "added": len(added)}
         numbers |= {"node_size": group.ranks_per_node}
-        taken += [x.reshape(results[number].shape) for number, x in added.items()] + [*arrays]
-        whole = [(group.num_nodes, *x.shape) for x in crossing.gathered]
-        whole += [x.shape for x in crossing.blocks]
+        taken += [x.reshape(results[number].shape) for number, x in added.items()]
+        counts, (block, lined_up) = crossing.counts, crossing.rows
+        taken += [jnp.zeros((0, 0), jnp.int32) if counts is None else counts, *arrays]
+        whole: list[tuple[int, ...]] = []
+        for x in crossing.gathered:
+            rows = x.shape if counts is None else (block, *x.shape[1:])
+            whole.append((group.num_nodes, *rows))
+        for x in crossing.blocks:
+            whole.append(x.shape if counts is None else (lined_up, *x.shape[2:]))
         pairs = zip(whole, arrays, strict=True)
         results = [*results, *(jax.ShapeDtypeStruct(dims, x.dtype) for dims, x in pairs)]
     made = windows.native_call(call.moved, target, results, *taken, **more, **numbers)

@@ -11,7 +11,8 @@ While it runs, the next chunk's tokens arrive and the last chunk's sums return, 
 first arrival and the last return stay visible, so C chunks hide at most 1 - 1/C of the network.
 Each chunk reads all weights once more, so it must bring enough rows to each expert. The whole plan
 decides which rows are dropped. A chunk's own plan, made inside the node, places those that are
-kept. Gradients of weights are added up in f32 and rounded once.
+kept. If rows are counted, nodes first tell each other the counts of every chunk, and the host reads
+them before each call. Gradients of weights are added up in f32 and rounded once.
 
 Letters: `protocol.py`, `transports/nodes_plan.py`; t tokens of a rank in a chunk.
 """
@@ -37,12 +38,19 @@ from ep_runtime_client.moe.bodies.protocol import (
     WeightGrads,
 )
 from ep_runtime_client.moe.resolved import ResolvedCall, Saved
+from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import NodePlanArrays
 from ep_runtime_client.ops.movement import quantized_rows
 from ep_runtime_client.ops.tracing import again
 from ep_runtime_client.ops.tracing.varying import like
-from ep_runtime_client.ops.transports import nodes, windows
-from ep_runtime_client.ops.transports.nodes_plan import collectives, my_node
+from ep_runtime_client.ops.transports import between_nccl, nodes, windows
+from ep_runtime_client.ops.transports.nodes_plan import (
+    collectives,
+    counts_rows,
+    lined_up_rows,
+    my_node,
+    packing,
+)
 from ep_runtime_client.ops.transports.protocol import DeviceCall
 
 multiple, packs = cuda.multiple, cuda.packs
@@ -141,32 +149,62 @@ def _in_chunks(
     """Runs `run` on the chunks in turn, each while other chunks' arrays cross; `rows` [T, X] are
     sent with the tokens."""
     moved, plan, count = call.moved, _plan(given), call.chunks
-    ops, size = collectives(moved), len(given.tokens) // count
-    ranks = plan.virtual_rank.reshape(moved.group.num_nodes, count, size, -1)
+    num_nodes, size = moved.group.num_nodes, len(given.tokens) // count
+    ranks = jnp.split(plan.dst_rank, count)
+    counts = _row_counts(moved, ranks) if counts_rows(moved) else None
+    shape = (size, lined_up_rows(ranks[0], num_nodes))
+    # The other nodes do not know which slots were dropped.
+    kept = given._replace(topk_idx=jnp.where(plan.dst_rank >= 0, given.topk_idx, -1))
+    parts = [jnp.split(x, count) for x in _sent(call, kept, rows)]
 
-    def of(number: int, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return tuple(lax.slice_in_dim(x, number * size, (number + 1) * size) for x in arrays)
+    def sent(number: int) -> tuple[jax.Array, ...]:
+        arrays = tuple(each[number] for each in parts)
+        return arrays if counts is None else nodes.by_node(moved, ranks[number], *arrays)
 
-    sent = _sent(call, given, rows)
-    arrived = ops.rail_gather(moved, *of(0, sent))
+    def counts_of(ahead: int, back: int) -> jax.Array | None:
+        return None if counts is None else jnp.concatenate([counts[ahead], counts[back, ::-1]])
+
+    arrived = _crossed(moved, Crossing(sent(0), (), counts_of(0, 0), shape))
     back: tuple[jax.Array, ...] = ()
     came: list[tuple[jax.Array, ...]] = []
     for number in range(count):
         flat = [x.reshape(-1, x.shape[-1]) for x in arrived]
-        virtual = ranks[:, number].reshape(-1, ranks.shape[-1])
-        here, rows_here = _arrived(call, given, virtual, flat)
+        real: Any = True
+        if counts is not None:
+            real = (jnp.arange(size) < counts[number, 1][:, None]).reshape(-1, 1)
+        here, rows_here = _arrived(call, given, real, flat)
         chunk = _Chunk(number, _planned(call, here, plan, first=number == 0), rows_here)
-        ahead = of(number + 1, sent) if number + 1 < count else ()
-        sums, crossed = run(chunk, Crossing(ahead, back))
+        ahead = sent(number + 1) if number + 1 < count else ()
+        both = counts_of(min(number + 1, count - 1), max(number - 1, 0))
+        sums, crossed = run(chunk, Crossing(ahead, back, both, shape))
         arrived, returned = crossed[: len(ahead)], crossed[len(ahead) :]
         came.append(returned)
         # Results of custom calls are typed as not varying over any axis.
         typed = (like(x, plan.chunks) for x in sums)
-        back = tuple(x.reshape(len(ranks), size, x.shape[-1]) for x in typed)
-    came = [*came[1:], ops.rail(moved, *back)]
-    ranks_of = jnp.split(plan.dst_rank, count)
-    flat_rows = (tuple(x.reshape(-1, x.shape[-1]) for x in each) for each in came)
-    return list(zip(ranks_of, flat_rows, strict=True))
+        back = tuple(x.reshape(num_nodes, size, x.shape[-1]) for x in typed)
+    last = _crossed(moved, Crossing((), back, counts_of(0, count - 1), shape))
+    flat_rows = (tuple(x.reshape(-1, x.shape[-1]) for x in each) for each in [*came[1:], last])
+    return list(zip(ranks, flat_rows, strict=True))
+
+
+def _row_counts(call: Call, ranks: Sequence[jax.Array]) -> jax.Array:
+    """Counts rows of every chunk to the rail peer on each node, and from it: int32 [C, 2, D]."""
+    to = jnp.stack([packing(call, each).has.sum(1, dtype=jnp.int32) for each in ranks], 1)
+    (from_,) = collectives(call).rail(call, to)
+    return jnp.stack([to, like(from_, to)]).transpose(2, 0, 1)
+
+
+def _crossed(call: Call, crossing: Crossing) -> tuple[jax.Array, ...]:
+    """Moves arrays as a call does beside which they cross."""
+    ops, counts = collectives(call), crossing.counts
+    if counts is None:
+        return (*ops.rail_gather(call, *crossing.gathered), *ops.rail(call, *crossing.blocks))
+    arrived: tuple[jax.Array, ...] = ()
+    for number, arrays in enumerate((crossing.gathered, crossing.blocks)):
+        both, rows = counts[2 * number : 2 * number + 2], crossing.rows[number]
+        if arrays:
+            arrived += between_nccl.rail_counted(call, *both, *arrays, rows=rows)
+    return arrived
 
 
 def _planned(call: ResolvedCall, here: Given, plan: NodePlanArrays, *, first: bool) -> Given:
@@ -207,16 +245,16 @@ def _sent(call: ResolvedCall, given: Given, rows: tuple[jax.Array, ...]) -> tupl
 
 
 def _arrived(
-    call: ResolvedCall, given: Given, virtual_rank: jax.Array, arrived: Sequence[jax.Array]
+    call: ResolvedCall, given: Given, real: Any, arrived: Sequence[jax.Array]
 ) -> tuple[Given, tuple[jax.Array, ...]]:
     """Returns the operands with virtual tokens, except the plan; and their other rows. `arrived`
-    is what `_sent` returns of them, virtual_rank [.., K] as in the plan."""
+    is what `_sent` returns of them, and their slots that are not `real` are undefined."""
     moved, top_k = call.moved, given.topk_idx.shape[1]
     tokens, slots, *rows = arrived
     weights = lax.bitcast_convert_type(slots[:, :top_k], jnp.float32)
-    first = my_node(moved) * (moved.group.ranks_per_node * moved.group.experts_per_rank)
-    # Slots of experts on other nodes stay out; slots past the last token are undefined.
-    idx = jnp.where(virtual_rank >= 0, slots[:, top_k:] - first, -1)
+    experts = moved.group.ranks_per_node * moved.group.experts_per_rank
+    idx = slots[:, top_k:] - my_node(moved) * experts
+    idx = jnp.where(real & (idx >= 0) & (idx < experts), idx, -1)
     return given._replace(tokens=tokens, weights=weights, topk_idx=idx), tuple(rows)
 
 
@@ -227,5 +265,5 @@ def _on_node(
     tokens; and rows [T, X] of tokens sent to rows of the virtual tokens, [D*T, X]."""
     plan = _plan(given)
     arrived = nodes.to_nodes(call.moved, plan, *_sent(call, given, rows))
-    here, rows_here = _arrived(call, given, plan.virtual_rank, arrived)
+    here, rows_here = _arrived(call, given, plan.virtual_rank >= 0, arrived)
     return plan, here._replace(plan=plan.inside), rows_here

@@ -138,8 +138,7 @@ def to_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Ar
     tokens = packing(call, plan.dst_rank)
     if counts_rows(call):
         to, from_ = row_counts(call, plan, tokens.has)
-        index = lined_up(tokens, lined_up_rows(plan.dst_rank, call.group.num_nodes))
-        ready = (_lined_up(call, x, index) for x in sent)
+        ready = by_node(call, plan.dst_rank, *sent)
         moved = between_nccl.rail_counted(call, to, from_, *ready, rows=sent[0].shape[0])
         return tuple(map(_flat, moved))
     mine = my_node(call)
@@ -155,6 +154,12 @@ def to_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Ar
 
     arrived = _in_chunks(call, plan, tuple(blank(x) for x in sent), take)
     return tuple(x.reshape(-1, x.shape[-1]) for x in arrived)
+
+
+def by_node(call: Call, dst_rank: jax.Array, *rows: jax.Array) -> tuple[jax.Array, ...]:
+    """Lines up rows [T, X] of tokens with dst_rank [T, K]: those of one node after the other."""
+    index = lined_up(packing(call, dst_rank), lined_up_rows(dst_rank, call.group.num_nodes))
+    return tuple(_lined_up(call, x, index) for x in rows)
 
 
 def _from_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Array, ...]:
