@@ -22,6 +22,7 @@ from multiprocess.launch import CPU, Job, prologue_of
 import ep_runtime as ep
 from ep_runtime.v1 import admin_service_pb2 as messages
 from ep_runtime_client.cli.daemon import source
+from ep_runtime_client.distributed import state as state_module
 from ep_runtime_client.distributed.peers import peers
 from ep_runtime_client.groups import state_copy
 
@@ -103,9 +104,11 @@ def _fails(*_: Any) -> None:
     raise OSError("on purpose")
 
 
+@pytest.mark.parametrize("unused", [0, 4000, 1 << 30])
 def test_the_step_before_is_there_until_the_next_is_committed(
-    session: ep.Session, monkeypatch: pytest.MonkeyPatch
+    session: ep.Session, monkeypatch: pytest.MonkeyPatch, unused: int
 ) -> None:
+    monkeypatch.setattr(state_module, "_unused_bytes", lambda device: unused)
     on = _abstract(_mesh(4, 2), "a", "b")
     state = State(session)
     follow = jax.jit(lambda x: jax.tree.map(lambda a: a + 1, x), donate_argnums=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -85,8 +85,9 @@ class State:
             PoolExhaustedError: the daemon's memory, or the user's quota, has no room for a copy.
 
         Cost: a copy to pinned host memory, at 50 GB/s of an H200, and from there to the daemon's,
-        at some 20 GB/s. Both overlap steps, but one that donates the arrays waits for the first.
-        The first two calls, and those after a change of processes or shapes, allocate.
+        at some 20 GB/s. Both overlap steps if a GPU has memory for one more copy of the arrays;
+        else a step that donates them waits for the first. The first two calls, and those after a
+        change of processes or shapes, allocate.
         """
         self._client.require_alive()  # a fenced process must not write
         check_whole("step", step, 0)
@@ -99,7 +100,8 @@ class State:
             self._begin()
         name = self._next_copy(step)
         held = self._writable(name, layout)
-        staged = [_to_host(list(leaves.values())[p.leaf], p.device) for p in layout.own]
+        arrays = list(leaves.values())
+        staged = _to_host([_shard(arrays[p.leaf], p.device) for p in layout.own])
         self._last = (name, step)
         self._writing = held.writing = self._writer.submit(held.write, layout, staged, step)
 
@@ -285,13 +287,34 @@ def _newest(copies: Mapping[str, CopyMemory]) -> str | None:
     return max(steps, key=steps.__getitem__, default=None)
 
 
-def _to_host(array: Any, device: Any) -> Any:
-    """The shard on a device, as a copy in pinned memory of the host that begins now: the shard
-    itself may be donated before it is read."""
+def _shard(array: Any, device: Any) -> Any:
+    return next(each.data for each in array.addressable_shards if each.device == device)
+
+
+def _to_host(shards: Sequence[Any]) -> list[Any]:
+    """Copies of shards in pinned memory of the host, which begin now: the shards may be donated.
+
+    A program that gets them donated waits for these copies. So shards are copied on their device
+    first, as far as half of the memory goes that no program has needed yet.
+    """
     import jax
 
-    shard = next(each.data for each in array.addressable_shards if each.device == device)
-    return jax.device_put(shard, shard.sharding.with_memory_kind("pinned_host"))
+    room: dict[Any, int] = {}
+    found = []
+    for shard in shards:
+        (device,) = shard.devices()
+        left = room.setdefault(device, _unused_bytes(device) // 2)
+        if shard.nbytes <= left:
+            room[device] = left - shard.nbytes
+            shard = shard.copy()
+        found.append(jax.device_put(shard, shard.sharding.with_memory_kind("pinned_host")))
+    return found
+
+
+def _unused_bytes(device: Any) -> int:
+    """Bytes of a device that no program has needed so far; 0 if JAX does not count them."""
+    counted = device.memory_stats() or {}
+    return int(counted.get("bytes_limit", 0)) - int(counted.get("peak_bytes_in_use", 0))
 
 
 def _placed(name: str, leaf: Any, stored: StoredArray) -> Any:
