@@ -85,9 +85,9 @@ class State:
             PoolExhaustedError: the daemon's memory, or the user's quota, has no room for a copy.
 
         Cost: a copy to pinned host memory, at 50 GB/s of an H200, and from there to the daemon's,
-        at some 20 GB/s. Both overlap steps if a GPU has memory for one more copy of the arrays;
-        else a step that donates them waits for the first. The first two calls, and those after a
-        change of processes or shapes, allocate.
+        at some 20 GB/s. Both overlap steps if half of a GPU's unused memory has room for its
+        arrays; else a step that donates them waits for the first. The first two calls, and those
+        after a change of processes or shapes, allocate.
         """
         self._client.require_alive()  # a fenced process must not write
         check_whole("step", step, 0)
