@@ -114,14 +114,14 @@ class BlockSizes:
             return 0
         return self.hidden_size + scales
 
-    @property
-    def node_chunks(self) -> int:
+    def node_chunks(self, on_overflow: str) -> int:
         """Chunks of the tokens, each of which crosses between nodes while experts process another.
 
         A scale of all rows of an expert would differ between chunks, so with tensor scales, as in
-        groups on one node, there is one chunk.
+        groups on one node, there is one chunk; and with `on_overflow` "error", because the host
+        waits for prepare's verdict.
         """
-        if self.nodes == 1 or self.scaling == "tensor":
+        if self.nodes == 1 or self.scaling == "tensor" or on_overflow == "error":
             return 1
         tokens, row = self.tokens // self.nodes, self.hidden_size * self.element_bytes
         most = self.even_share // (self.experts * _CHUNK_ROWS)

@@ -26,7 +26,7 @@ from ep_runtime_bench.base.moe_cases import Case
 from ep_runtime_bench.base.options import PLANNED_RECIPES, BenchOptions, BenchReport
 from ep_runtime_client.base.layers import EpLayer
 from ep_runtime_client.cli.tables import Column
-from ep_runtime_client.groups.estimate import block_sizes, estimate_memory, node_chunks
+from ep_runtime_client.groups.estimate import block_sizes, estimate_memory
 from ep_runtime_client.moe.bodies.cuda import scaling_of
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.movement.prepare import make_call
@@ -136,7 +136,7 @@ def run(options: BenchOptions) -> list[BenchReport]:
                 call_ms = None
                 if recipe == PLANNED_RECIPES[0]:
                     call_ms = float(block_ms(case, call, rows).max())
-                chunks = node_chunks(call.group, _block(case.inner, call, recipe))
+                chunks = _block(case.inner, call, recipe).node_chunks(call.group.on_overflow)
                 times.append(of | times_of(rows, sizes, call_ms, options.network, chunks))
     return [
         BenchReport("plan_memory", f"memory of a GPU: {cluster}", MEMORY_COLUMNS, memory),

@@ -107,14 +107,6 @@ def _crossing_bytes(
     return min(2, chunks) * tokens // chunks * brought * row + tokens * spec.hidden_size * sums
 
 
-def node_chunks(spec: specs.GroupSpec, sizes: workspace.BlockSizes) -> int:
-    """Returns the chunks of a call of these sizes, as `ep.moe` chooses them.
-
-    One if the host waits for prepare's verdict on an overflow.
-    """
-    return 1 if spec.on_overflow == "error" else sizes.node_chunks
-
-
 def block_sizes(
     spec: specs.GroupSpec, mlp_dim: int, *, gated: bool, scaling: workspace.Scaling = "none"
 ) -> workspace.BlockSizes:
@@ -251,7 +243,7 @@ def estimate_memory(
     sizes = block_sizes(on_gpus, mlp_dim, gated=gated, scaling=scaling)
     # With copies a call has room for all rows, as `ep.moe` gives it.
     setting = float(sizes.capacity) if on_gpus.spare_experts else spec.workspace
-    chunks = node_chunks(spec, sizes)
+    chunks = sizes.node_chunks(spec.on_overflow)
     of_chunk = dataclasses.replace(sizes, tokens=sizes.tokens // chunks)
     block = workspace.of_block(of_chunk, setting, keep=keep, keep_factor=keep_factor)
     # Gradients of weights add up in f32 over the chunks.

@@ -391,18 +391,11 @@ def _with_workspace(
     )
     # Spread rows need no more room than the capacity, because the ranks are balanced.
     setting = float(call.capacity) if call.spread else group.workspace
-    count = _chunks(resolved, sizes)
+    count = sizes.node_chunks(group.on_overflow) if resolved.body == "cuda_nodes" else 1
     sizes = dataclasses.replace(sizes, tokens=sizes.tokens // count)
     found = workspace.of_block(sizes, setting, keep=saved.keep, keep_factor=saved.factor)
     room = WorkspaceRows(sizes, found.rows, found.kept_rows)
     return dataclasses.replace(resolved, workspace=room, chunks=count)
-
-
-def _chunks(resolved: ResolvedCall, sizes: workspace.BlockSizes) -> int:
-    """Returns the chunks of a call whose tokens are all in `sizes`: one if the host waits for
-    prepare's verdict on an overflow."""
-    waits = resolved.moved.group.on_overflow == "error"
-    return 1 if waits or resolved.body != "cuda_nodes" else sizes.node_chunks
 
 
 def bias_of(block: Block, name: str, params: MoEParams) -> jax.Array:
