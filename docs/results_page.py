@@ -157,7 +157,9 @@ more rows than others, plain JAX drops them. With `--spare-experts 16` each rank
         "8-bit matmuls, and remat",
         """\
 `bench train` and `bench moe`, `--recipe none,fp8-block --quantized step`: weights are quantized
-once a step, in a layer before the timing. Remat `default` saves what `ep.remat_policy()` says.""",
+once a step, in a layer before the timing. Remat `default` saves what `ep.remat_policy()` says. On
+one H200 (2026-11-29) fp8-block takes 0.93 of the step 8-layers, and of the layers 8-layers,
+deepseek-like, mixtral-like and small-experts 0.76, 0.70, 0.68 and 0.81.""",
         ("train", "moe"),
         (
             MACHINE,
@@ -171,7 +173,9 @@ once a step, in a layer before the timing. Remat `default` saves what `ep.remat_
         "Rows over NCCL",
         """\
 `ep-runtime bench train --transports nvlink,nccl,stock`, each GPU a node of its own: NVLink is the
-network. It has not been measured on a real one.""",
+network. It has not been measured on a real one. Dispatch of 8,192 tokens takes 720 us and combine
+756, NCCL's all-to-all of these rows 482 (2x H200, 2026-11-29, `bench dispatch combine`); on two
+H100s dispatch took 845 us and combine 921 (2026-11-25).""",
         ("train",),
         (MACHINE, MODEL, *SPEEDS[:3], *SPEEDS[6:]),
         over_nccl,
