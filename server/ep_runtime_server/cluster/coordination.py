@@ -29,8 +29,6 @@ from ep_runtime_server.nodes.membership import Membership
 # Errors that may occur while daemons start and end, after which a call may be repeated.
 TRY_AGAIN = (RuntimeUnavailableError, StaleHandleError, PoolExhaustedError)
 
-_NOBODY: frozenset[str] = frozenset()
-
 
 class OwnCoordination:
     """Calls the coordinator directly, on its own node; see node_service.proto."""
@@ -70,7 +68,7 @@ class OwnCoordination:
         return answer
 
     async def ended(
-        self, owner: Owner, epoch: int, report: NodeReport, others: frozenset[str] = _NOBODY
+        self, owner: Owner, epoch: int, report: NodeReport, others: frozenset[str] = frozenset()
     ) -> frozenset[str]:
         self._assemblies.ended(owner, epoch, report)
         return await self._relay.pass_on(owner, epoch, report, others)
@@ -90,52 +88,44 @@ class RemoteCoordination:
         self._membership = membership
         self._ask = ask
 
-    def _who(self) -> dict[str, Any]:
-        return {"node": self._node, "lease_id": self._membership.lease_id}
+    async def _call(self, kind: Any, owner: Owner, wait_s: float = 0.0, **more: Any) -> Any:
+        """Makes the RPC of a request's class, which may wait for `wait_s` at the coordinator."""
+        lease_id, key = self._membership.lease_id, views.key_to_proto(owner)
+        request = kind(node=self._node, lease_id=lease_id, key=key, **more)
+        method = kind.DESCRIPTOR.name.removesuffix("Request")
+        return await self._ask(method, request, wait_s + limits.NODE_RPC_S)
 
-    async def _join(self, owner: Owner, part: NodePart, wait_s: float, **more: Any) -> Any:
-        request = pb.JoinGroupRequest(
-            **self._who(),
-            key=views.key_to_proto(owner),
-            spec=wire.group_spec_to_proto(part.spec),
-            claims=views.claims_to_proto(part.claims),
-            generation=part.generation,
-            **more,
-        )
-        return await self._ask("JoinGroup", request, wait_s + limits.NODE_RPC_S)
+    async def _join(
+        self, owner: Owner, part: NodePart, wait_s: float = 0.0, **more: Any
+    ) -> pb.JoinGroupResponse:
+        spec, claims = wire.group_spec_to_proto(part.spec), views.claims_to_proto(part.claims)
+        more |= {"spec": spec, "claims": claims, "generation": part.generation}
+        return await self._call(pb.JoinGroupRequest, owner, wait_s, **more)
 
     async def join(
         self, owner: Owner, part: NodePart, known_missing: list[int]
     ) -> tuple[GroupView | None, list[int]]:
-        wait = wire.duration(limits.NODE_POLL_S)
-        more = {"missing_ranks": known_missing, "wait": wait}
-        answer: pb.JoinGroupResponse = await self._join(owner, part, limits.NODE_POLL_S, **more)
+        wait_s, wait = limits.NODE_POLL_S, wire.duration(limits.NODE_POLL_S)
+        answer = await self._join(owner, part, wait_s, missing_ranks=known_missing, wait=wait)
         view = views.view_from_proto(answer.view) if answer.HasField("view") else None
         return view, list(answer.missing_ranks)
 
     async def differ(self, owner: Owner, part: NodePart) -> None:
-        await self._join(owner, part, 0.0)
+        await self._join(owner, part)
 
     async def report(self, owner: Owner, epoch: int, error: str) -> None:
-        request = pb.ReportInitRequest(
-            **self._who(), key=views.key_to_proto(owner), epoch=epoch, error=error[:500]
-        )
-        await self._ask("ReportInit", request, limits.NODE_RPC_S)
+        await self._call(pb.ReportInitRequest, owner, epoch=epoch, error=error[:500])
 
     async def outcome(self, owner: Owner, epoch: int) -> tuple[Outcome, str]:
-        request = pb.AwaitGroupRequest(
-            **self._who(),
-            key=views.key_to_proto(owner),
-            epoch=epoch,
-            wait=wire.duration(limits.NODE_POLL_S),
+        wait_s, wait = limits.NODE_POLL_S, wire.duration(limits.NODE_POLL_S)
+        answer: pb.AwaitGroupResponse = await self._call(
+            pb.AwaitGroupRequest, owner, wait_s, epoch=epoch, wait=wait
         )
-        within_s = limits.NODE_POLL_S + limits.NODE_RPC_S
-        answer: pb.AwaitGroupResponse = await self._ask("AwaitGroup", request, within_s)
         name = pb.ViewOutcome.Name(answer.outcome).removeprefix("VIEW_OUTCOME_")
         return Outcome(name), answer.reason
 
     async def ended(
-        self, owner: Owner, epoch: int, report: NodeReport, others: frozenset[str] = _NOBODY
+        self, owner: Owner, epoch: int, report: NodeReport, others: frozenset[str] = frozenset()
     ) -> frozenset[str]:
         request = views.report_to_proto(owner, epoch, report, others)
         within_s = limits.NODE_TOLD_S if others else limits.NODE_RPC_S
@@ -143,11 +133,9 @@ class RemoteCoordination:
         return others.intersection(answer.unheard) if answer.told else others
 
     async def unique_ids(self, owner: Owner, epoch: int, count: int) -> UniqueIds:
-        request = pb.GetViewIdsRequest(
-            **self._who(), key=views.key_to_proto(owner), epoch=epoch, num_domains=count
+        answer: pb.GetViewIdsResponse = await self._call(
+            pb.GetViewIdsRequest, owner, MAKE_S, epoch=epoch, num_domains=count
         )
-        within_s = MAKE_S + limits.NODE_RPC_S
-        answer: pb.GetViewIdsResponse = await self._ask("GetViewIds", request, within_s)
         return UniqueIds(tuple(answer.unique_ids), answer.nccl_version)
 
 

@@ -25,6 +25,7 @@ from ep_runtime_server.cluster.coordination import ViewIds
 from ep_runtime_server.cluster.relay import Relay
 from ep_runtime_server.cluster.spanning import Spanning
 from ep_runtime_server.groups.claims import checked_wait
+from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nodes import registry
 from ep_runtime_server.nodes.facts import ClusterFacts, NodeIdentity
 
@@ -125,9 +126,7 @@ class NodeServicer:
     async def ReportNode(
         self, request: pb.ReportNodeRequest, context: Context
     ) -> pb.ReportNodeResponse:
-        nodes = self._list()
-        check_certificate(context, request.node)
-        nodes.report(request.node, request.lease_id)
+        nodes = self._check_lease(request, context)
         # Send the list only if it is new, because each node reports every two seconds.
         news = request.nodes_version != nodes.version
         return pb.ReportNodeResponse(
@@ -144,16 +143,21 @@ class NodeServicer:
         nodes.leave(request.node, request.lease_id)
         return pb.LeaveClusterResponse()
 
-    def _check_lease(self, request: Any, context: Context) -> None:
+    def _check_lease(self, request: Any, context: Context) -> registry.Nodes:
         nodes = self._list()
         check_certificate(context, request.node)
         nodes.report(request.node, request.lease_id)
+        return nodes
+
+    def _owner(self, request: Any, context: Context) -> Owner:
+        """Checks the lease of a request about a group, and returns the group's owner."""
+        self._check_lease(request, context)
+        return views.key_from_proto(request.key)
 
     async def JoinGroup(
         self, request: pb.JoinGroupRequest, context: Context
     ) -> pb.JoinGroupResponse:
-        self._check_lease(request, context)
-        owner = views.key_from_proto(request.key)
+        owner = self._owner(request, context)
         spec = wire.group_spec_from_proto(request.spec)
         claims = views.claims_from_proto(request.claims, spec)
         part = views.NodePart(request.node, spec, claims, request.generation)
@@ -178,16 +182,14 @@ class NodeServicer:
     async def ReportInit(
         self, request: pb.ReportInitRequest, context: Context
     ) -> pb.ReportInitResponse:
-        self._check_lease(request, context)
-        owner = views.key_from_proto(request.key)
+        owner = self._owner(request, context)
         self._assemblies.report(request.node, owner, request.epoch, printable(request.error))
         return pb.ReportInitResponse()
 
     async def AwaitGroup(
         self, request: pb.AwaitGroupRequest, context: Context
     ) -> pb.AwaitGroupResponse:
-        self._check_lease(request, context)
-        owner = views.key_from_proto(request.key)
+        owner = self._owner(request, context)
         wait_s = checked_wait(wire.seconds(request.wait))
         outcome, reason = await self._assemblies.outcome(owner, request.epoch, wait_s)
         return pb.AwaitGroupResponse(outcome=f"VIEW_OUTCOME_{outcome.value}", reason=reason)
@@ -195,8 +197,7 @@ class NodeServicer:
     async def GetViewIds(
         self, request: pb.GetViewIdsRequest, context: Context
     ) -> pb.GetViewIdsResponse:
-        self._check_lease(request, context)
-        owner = views.key_from_proto(request.key)
+        owner = self._owner(request, context)
         made = await self._view_ids.of(owner, request.epoch, request.num_domains)
         return pb.GetViewIdsResponse(unique_ids=made.ids, nccl_version=made.version)
 
