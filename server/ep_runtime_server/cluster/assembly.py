@@ -126,11 +126,10 @@ class Assemblies:
 
     def _proposal(self, owner: Owner, epoch: int) -> tuple[Assembly, Proposal] | None:
         assembly = self._all.get(owner)
-        if assembly is None or assembly.proposal is None:
+        proposal = assembly.proposal if assembly is not None else None
+        if assembly is None or proposal is None or proposal.view.epoch != epoch:
             return None
-        if assembly.proposal.view.epoch != epoch:
-            return None
-        return assembly, assembly.proposal
+        return assembly, proposal
 
     def report(self, node: str, owner: Owner, epoch: int, error: str) -> None:
         """Takes a node's report on a view; ignores reports on decided or unknown views.
@@ -162,14 +161,11 @@ class Assemblies:
         """
         assembly, node = self._all.get(owner), report.node
         if assembly is not None and not epoch:
-            part = assembly.parts.get(node)
-            if part is not None:
-                assembly.drop(part)
-            self._give_up_view_of(assembly, owner, node, "claims nothing any more")
+            self._withdraw(assembly, owner, node, "claims nothing any more")
         found = self._proposal(owner, epoch)
         if found is not None:
             _, proposal = found
-            own = {member.rank for member in proposal.view.members if member.node == node}
+            own = proposal.view.ranks_of(node)
             proposal.ended |= own.intersection((*report.lost_ranks, *report.left_ranks))
 
     async def outcome(self, owner: Owner, epoch: int, wait_s: float) -> tuple[Outcome, str]:
@@ -198,18 +194,21 @@ class Assemblies:
         if proposal is not None and node in proposal.view.nodes:
             self._give_up(assembly, owner, f"node {node!r} {why}")
 
+    def _withdraw(self, assembly: Assembly, owner: Owner, node: str, why: str) -> None:
+        """Drops a node's claims, and its undecided view for reason `why`."""
+        part = assembly.parts.get(node)
+        if part is not None:
+            assembly.drop(part)
+        self._give_up_view_of(assembly, owner, node, why)
+
     def node_gone(self, node: str) -> None:
         """Drops the claims and views of a node that left, lost its lease, or restarted."""
         for owner, assembly in list(self._all.items()):
             assembly.refused.pop(node, None)
-            part = assembly.parts.get(node)
-            if part is not None:
-                assembly.drop(part)
-            proposal = assembly.proposal
-            if proposal is not None and node in proposal.view.nodes:
-                self._give_up(assembly, owner, f"node {node!r} is gone")
+            self._withdraw(assembly, owner, node, "is gone")
+            if assembly.proposal is not None:
                 # Free its ranks, so that the job can move to another node if the processes ended.
-                proposal.ended |= {m.rank for m in proposal.view.members if m.node == node}
+                assembly.proposal.ended |= assembly.proposal.view.ranks_of(node)
 
     def tick(self) -> None:
         """Drops expired claims, and gives up views that were not decided in time."""

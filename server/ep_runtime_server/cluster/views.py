@@ -76,6 +76,9 @@ class GroupView:
             found.setdefault(member.node, set()).add((member.rank, member.session_id))
         return found
 
+    def ranks_of(self, node: str) -> set[int]:
+        return {rank for rank, _ in self.of_node.get(node, ())}
+
 
 class Outcome(enum.Enum):
     """The decision on a view; the values are the protocol's names."""
