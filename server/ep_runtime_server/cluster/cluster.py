@@ -137,7 +137,6 @@ class Cluster:
             self.coordination,
             groups,
             self._tell_node,
-            self._heard_epoch,
             facts,
             self._events,
         )
@@ -280,10 +279,6 @@ class Cluster:
         """
         await self.facts.durable()
         self._num_answered += 1
-
-    async def _heard_epoch(self, epoch: int) -> None:
-        self.facts.heard(epoch)
-        await self.facts.durable()
 
     @property
     def link(self) -> Standing:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
@@ -87,12 +87,10 @@ class Spanning:
         coordination: Coordination,
         groups: Groups,
         tell: Teller,
-        heard_epoch: Callable[[int], Awaitable[None]],
         facts: ClusterFacts,
         events: EventLog,
     ) -> None:
-        """`heard_epoch(epoch)` saves an epoch for a coordinator that may lose its own file."""
-        self._heard_epoch = heard_epoch
+        self._facts = facts
         self._node = node
         self._coordination = coordination
         self._groups = groups
@@ -170,7 +168,8 @@ class Spanning:
                 group.elsewhere = frozenset(group.missing_ranks).difference(known)
                 if view is not None:
                     known = []
-                    await self._heard_epoch(view.epoch)
+                    self._facts.heard(view.epoch)  # for a coordinator that may lose its own file
+                    await self._facts.durable()
                     await self._attempt(group, generation, claims, view)
             except TRY_AGAIN as error:
                 self._events.add(
