@@ -155,10 +155,8 @@ class Membership:
             else:
                 self._heard(answer.nodes)
 
-    async def _ask(self, method: str, request: Any) -> Any:
-        return await self._peers.ask(
-            self._name, self._address, method, request, within_s=limits.NODE_RPC_S
-        )
+    async def _ask(self, method: str, request: Any, within_s: float = limits.NODE_RPC_S) -> Any:
+        return await self._peers.ask(self._name, self._address, method, request, within_s=within_s)
 
     def _heard(self, nodes: Iterable[pb.NodeInfo]) -> None:
         now = self._clock.monotonic_s()
@@ -190,12 +188,6 @@ class Membership:
         if self.link is Standing.JOINED:
             request = pb.LeaveClusterRequest(node=self._identity.node, lease_id=self.lease_id)
             try:
-                await self._peers.ask(
-                    self._name,
-                    self._address,
-                    "LeaveCluster",
-                    request,
-                    within_s=limits.NODE_LEAVE_S,
-                )
+                await self._ask("LeaveCluster", request, limits.NODE_LEAVE_S)
             except EpRuntimeError as error:  # the lease will expire
                 logging.getLogger(__name__).info("no goodbye: %s", error)

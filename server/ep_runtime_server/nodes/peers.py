@@ -22,10 +22,6 @@ _NODE_SERVICE = node_service_pb2.DESCRIPTOR.services_by_name["NodeService"]
 _ADMIN_SERVICE = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 
 
-async def _at_once() -> None:
-    """Returns at once, for a daemon that has nothing to write before it calls."""
-
-
 class Peers:
     """The channels to other nodes' daemons. For the event loop's thread only."""
 
@@ -33,8 +29,8 @@ class Peers:
         self,
         certificates: Certificates | None,
         clock: Clock,
-        seal: Seal | None = None,
-        before_asking: Callable[[], Awaitable[None]] = _at_once,
+        seal: Seal | None,
+        before_asking: Callable[[], Awaitable[None]],
     ) -> None:
         """`seal` seals requests on plain TCP, if set; each call first awaits `before_asking()`."""
         self._seal = seal
