@@ -139,6 +139,11 @@ def _write_all(fd: int, data: bytes, offset: int) -> None:
         done += os.pwrite(fd, data[done:], offset + done)
 
 
+def under(facts: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Returns the facts whose keys begin with `prefix`, by the rest of their keys."""
+    return {k.removeprefix(prefix): v for k, v in facts.items() if k.startswith(prefix)}
+
+
 def _sync_directory(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -302,10 +307,7 @@ class Journal:
         """Writes all records or none; returns whether it did, and sets `error` if not."""
         if self.error:
             return False
-        sequence, chunks = self._sequence, []
-        for record in records:
-            sequence += 1
-            chunks.append(_encode(sequence, record))
+        chunks = [_encode(number, x) for number, x in enumerate(records, self._sequence + 1)]
         data = b"".join(chunks)
         try:
             if not self._end:
@@ -316,7 +318,7 @@ class Journal:
         except OSError as error:
             self._failed(error, len(data))
             return False
-        self._sequence = sequence
+        self._sequence += len(chunks)
         self._failpoints.hit(f"{self._name}.after_write")
         return True
 

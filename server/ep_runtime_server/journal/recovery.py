@@ -22,6 +22,7 @@ from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.groups.fsm import State
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.journal import records, shapes
+from ep_runtime_server.journal.file import under
 from ep_runtime_server.journal.recorder import (
     BOOT,
     GENERATION,
@@ -114,8 +115,8 @@ class Recovery:
         self._groups.skip_to(self._plain(facts, GENERATION, shapes.generation, 0))
         if facts.get(BOOT) != boot_id():
             return
-        sessions = self._restore_sessions(_under(facts, SESSION))
-        sets = self._readable(_under(facts, WINDOWS), records.to_windows)
+        sessions = self._restore_sessions(under(facts, SESSION))
+        sets = self._readable(under(facts, WINDOWS), records.to_windows)
         for windows in sets.values():
             self._pool.add(windows)
 
@@ -127,7 +128,7 @@ class Recovery:
                 raise ValueError(f"{group.layers.num_handles} handles are more than a board has")
             return group
 
-        for group in self._readable(_under(facts, GROUP), to_group).values():
+        for group in self._readable(under(facts, GROUP), to_group).values():
             self._restore_group(group)
         self.found_any = bool(sessions or sets or self._groups.all())
 
@@ -294,12 +295,8 @@ def _missing_bytes(windows: WindowSet) -> int:
     return sum(buffer.size_bytes for buffer in windows.buffers if buffer.allocation is None)
 
 
-def _under(facts: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    return {k.removeprefix(prefix): v for k, v in facts.items() if k.startswith(prefix)}
-
-
 def _layer_parts(facts: Mapping[str, Any], group_id: str) -> list[list[Any]]:
-    parts = _under(facts, f"{LAYERS}{group_id}/")
+    parts = under(facts, f"{LAYERS}{group_id}/")
     if not all(isinstance(part, list) for part in parts.values()):
         raise TypeError("its layers are not lists")
     return [parts[start] for start in sorted(parts, key=int)]

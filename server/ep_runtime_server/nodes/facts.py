@@ -14,7 +14,7 @@ from typing import Any
 
 from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError
 from ep_runtime_server.base.beside import END_S
-from ep_runtime_server.journal.file import Journal, Record
+from ep_runtime_server.journal.file import Journal, Record, under
 
 _NODE_ID, _CLUSTER_ID, _EPOCH, _NODE = "node_id", "cluster_id", "epoch", "node/"
 _COMMITTED = "committed/"
@@ -98,8 +98,7 @@ class ClusterFacts:
             key: value for key, value in facts.items() if key not in self.unreadable
         }
         if _EPOCH in self.unreadable:  # committed groups have used epochs
-            known = [value for key, value in self._facts.items() if key.startswith(_COMMITTED)]
-            self._put(_EPOCH, max(known, default=0))
+            self._put(_EPOCH, max(under(self._facts, _COMMITTED).values(), default=0))
         if _NODE_ID not in self._facts:
             self._put(_NODE_ID, secrets.token_hex(8))
 
@@ -118,11 +117,7 @@ class ClusterFacts:
     @property
     def nodes(self) -> Mapping[str, Mapping[str, Any]]:
         """Returns the identities of joined nodes as dicts, by name."""
-        return {
-            key.removeprefix(_NODE): value
-            for key, value in self._facts.items()
-            if key.startswith(_NODE)
-        }
+        return under(self._facts, _NODE)
 
     def found(self) -> None:
         """Makes the cluster's id if it has none. Raises PoolExhaustedError."""
@@ -171,8 +166,7 @@ class ClusterFacts:
 
     def forget(self, node: str) -> None:
         """Removes a node that left. If that fails, a restarted daemon lists it as UNREACHABLE."""
-        if self._facts.pop(_NODE + node, None) is not None:
-            self._drop(_NODE + node)
+        self._drop(_NODE + node)
 
     def committed_epoch(self, group: str) -> int:
         """Returns the epoch of the group's last committed view; 0 if there is none."""
@@ -181,20 +175,14 @@ class ClusterFacts:
     def commit(self, group: str, epoch: int) -> None:
         """Saves that the group's view of this epoch is committed. Raises PoolExhaustedError."""
         self._put(_COMMITTED + group, epoch)
-        known = [key for key in self._facts if key.startswith(_COMMITTED)]
+        known = under(self._facts, _COMMITTED)
         if len(known) > MAX_COMMITTED:
-            oldest = min(known, key=lambda key: int(self._facts[key]))
-            del self._facts[oldest]
-            self._drop(oldest)
+            self._drop(_COMMITTED + min(known, key=known.__getitem__))
 
     @property
     def owed(self) -> Mapping[str, list[Any]]:
         """Returns the reports that an earlier daemon had not sent to all nodes, by key."""
-        return {
-            key.removeprefix(_OWED): value
-            for key, value in self._facts.items()
-            if key.startswith(_OWED)
-        }
+        return under(self._facts, _OWED)
 
     def owe(self, key: str, word: list[Any]) -> None:
         """Saves a report that is still to be sent. Raises PoolExhaustedError.
@@ -205,8 +193,7 @@ class ClusterFacts:
 
     def told(self, key: str) -> None:
         """Removes a report that all nodes have. If that fails, a restarted daemon resends it."""
-        if self._facts.pop(_OWED + key, None) is not None:
-            self._drop(_OWED + key)
+        self._drop(_OWED + key)
 
     async def durable(self) -> None:
         """Waits until all current facts would survive a crash of the host.
@@ -274,6 +261,8 @@ class ClusterFacts:
 
     def _drop(self, key: str) -> None:
         """Removes a fact; if the journal cannot be written, a restarted daemon still has it."""
+        if self._facts.pop(key, None) is None:
+            return
         if self._anew is None:
             self._journal.append([(key, None)])
         elif len(self._late) < MAX_LATE:
