@@ -29,6 +29,17 @@ SESSION, GROUP, LAYERS, WINDOWS = "session/", "group/", "layers/", "windows/"
 RETRY_S = 1.0
 MAX_LAYERS_PER_RECORD = 512
 
+_Item = SessionRecord | GroupRecord | WindowSet
+
+
+def _key(item: _Item) -> str:
+    """Returns the key of an item's record."""
+    if isinstance(item, SessionRecord):
+        return f"{SESSION}{item.session_id}"
+    if isinstance(item, WindowSet):
+        return f"{WINDOWS}{item.set_id}"
+    return f"{GROUP}{item.group_id}"
+
 
 @dataclasses.dataclass
 class _LayerParts:
@@ -60,7 +71,7 @@ class Recorder:
         self._pool = pool
         self._events = events
         self._clock = clock
-        self._changed: dict[str, SessionRecord | GroupRecord | WindowSet] = {}
+        self._changed: dict[str, _Item] = {}
         self._unwritten: dict[str, Any] = {}  # records not in the file yet, by key
         # Each item's encoded record by key, so that compaction does not encode again.
         self._texts: dict[str, Encoded] = {}
@@ -85,27 +96,20 @@ class Recorder:
         self._word_counts_until_s = word_counts_until_s
 
         def both(windows: WindowSet) -> None:
-            self._mark(f"{WINDOWS}{windows.set_id}", windows)
+            self._mark(windows)
             windows_changed(windows)
 
-        self._sessions.on_change = self._session_changed
-        self._groups.on_change = self._group_changed
+        self._sessions.on_change = self._groups.on_change = self._mark
         self._groups.on_generation = self.generation
         self._pool.on_change = both
         for group in self._groups.all():
-            group.on_change = self._group_changed
+            group.on_change = self._mark
         for windows in self._pool.sets:
             windows.on_change = both
             both(windows)
 
-    def _session_changed(self, session: SessionRecord) -> None:
-        self._mark(f"{SESSION}{session.session_id}", session)
-
-    def _group_changed(self, group: GroupRecord) -> None:
-        self._mark(f"{GROUP}{group.group_id}", group)
-
-    def _mark(self, key: str, item: SessionRecord | GroupRecord | WindowSet) -> None:
-        self._changed[key] = item
+    def _mark(self, item: _Item) -> None:
+        self._changed[_key(item)] = item
         if not self._flush_scheduled:
             self._flush_scheduled = True
             # Flush soon, because no RPC waits for some changes, such as the end of a process.
@@ -161,7 +165,7 @@ class Recorder:
         elif not self._bytes_by[uid]:
             del self._bytes_by[uid]
 
-    def _records(self, key: str, item: SessionRecord | GroupRecord | WindowSet) -> Iterator[Record]:
+    def _records(self, key: str, item: _Item) -> Iterator[Record]:
         if isinstance(item, SessionRecord):
             uid, value = item.uid, encoded(records.of_session(item))
         elif isinstance(item, WindowSet):
@@ -251,12 +255,9 @@ class Recorder:
             yield WORD_COUNTS_UNTIL, until_s
         if self._drain is not None:
             yield DRAIN, self._drain
-        items: list[tuple[str, SessionRecord | GroupRecord | WindowSet]] = [
-            *((f"{SESSION}{s.session_id}", s) for s in self._sessions.not_over()),
-            *((f"{WINDOWS}{w.set_id}", w) for w in self._pool.sets),
-            *((f"{GROUP}{g.group_id}", g) for g in self._groups.all()),
-        ]
-        for key, item in items:
+        items: list[_Item] = [*self._sessions.not_over(), *self._pool.sets, *self._groups.all()]
+        for item in items:
+            key = _key(item)
             if key not in self._texts:
                 yield from (record for record in self._records(key, item) if record[1] is not None)
                 continue
