@@ -120,11 +120,18 @@ class TextBuffer:
     def value(self) -> str:
         return self._memory.value.decode(errors="replace")
 
-    def checked(self, result: int) -> int:
-        """Returns a function's result; if it is negative, raises the error in the text."""
-        if result < 0:
-            raise parse(self.value) or EpRuntimeError(self.value)
-        return int(result)
+
+def checked(function: Any, *arguments: Any, text: TextBuffer | None = None) -> int:
+    """Calls a library's function, with a text as its last argument, and returns its result.
+
+    Raises:
+        EpRuntimeError: the result is negative; the text has the error.
+    """
+    text = text or TextBuffer()
+    result = int(function(*arguments, text.struct))
+    if result < 0:
+        raise parse(text.value) or EpRuntimeError(text.value)
+    return result
 
 
 def nanoseconds(seconds: float) -> int:
@@ -219,17 +226,13 @@ class NativeLibrary:
         fds = (ctypes.c_int * len(window_fds))(*window_fds)
         ours = range(spec.world_size) if local_ranks is None else local_ranks
         options = _options(spec, generation, debug, ours, gpus, job)
-        text = TextBuffer()
-        group = self._table.open_group(
-            ctypes.byref(options), board_fd, fds, len(window_fds), text.struct
-        )
-        return text.checked(group)
+        count = len(window_fds)
+        return checked(self._table.open_group, ctypes.byref(options), board_fd, fds, count)
 
     def add_layers(self, group: int, layers: Sequence[native_abi.LayerStruct]) -> None:
         """Adds layers for the handlers, or updates the settings of known layers."""
         made = (native_abi.LayerStruct * len(layers))(*layers)
-        text = TextBuffer()
-        text.checked(self._table.add_layers(group, made, len(layers), text.struct))
+        checked(self._table.add_layers, group, made, len(layers))
 
     def remove_layers(self, group: int, ids: Iterable[int]) -> None:
         """Makes later calls of these layers raise StaleHandleError."""
@@ -255,12 +258,10 @@ class NativeLibrary:
 
     def devices(self) -> list[str]:
         """Lists UUIDs of the visible GPUs by CUDA ordinal. Only in the CUDA library."""
-        text = TextBuffer()
-        found = []
-        for ordinal in range(text.checked(self._table.num_devices(text.struct))):
-            text.checked(self._table.device_uuid(ordinal, text.struct))
-            found.append(text.value)
-        return found
+        texts = [TextBuffer() for _ in range(checked(self._table.num_devices))]
+        for ordinal, text in enumerate(texts):
+            checked(self._table.device_uuid, ordinal, text=text)
+        return [text.value for text in texts]
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -274,8 +275,7 @@ class NativeLibrary:
 
     def reaches(self, device: int, peer: int) -> bool:
         """Returns whether GPU `device` can map memory of GPU `peer`; both are CUDA ordinals."""
-        text = TextBuffer()
-        return bool(text.checked(self._table.reaches(device, peer, text.struct)))
+        return bool(checked(self._table.reaches, device, peer))
 
     def use_row_ops(self, level: str) -> bool:
         """Selects the instruction set of row arithmetic, "best" or one of ROW_OPS; for tests.

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ep_runtime import env, native, native_abi
 from ep_runtime.errors import EpRuntimeError, VersionSkewError
-from ep_runtime.native import TextBuffer, nanoseconds
+from ep_runtime.native import TextBuffer, checked, nanoseconds
 from ep_runtime.native_abi import LayerStruct, TextStruct
 
 ABI = 2
@@ -165,8 +165,7 @@ class NcclLibrary:
             RuntimeUnavailableError: NCCL is not installed.
             VersionSkewError: NCCL is older or newer than this package supports.
         """
-        text = TextBuffer()
-        return text.checked(self._table.version(find_library().encode(), text.struct))
+        return checked(self._table.version, find_library().encode())
 
     def make_group(self, ranks: Ranks, ids: Sequence[bytes]) -> NcclGroup:
         """Makes a group, whose `init` then makes the communicators.
@@ -195,9 +194,7 @@ class NcclLibrary:
             carries_rows=ranks.carries_rows,
             max_channels=ranks.max_channels,
         )
-        text = TextBuffer()
-        number = text.checked(self._table.make_group(ctypes.byref(options), text.struct))
-        return NcclGroup(self._table, number)
+        return NcclGroup(self._table, checked(self._table.make_group, ctypes.byref(options)))
 
     def load_kernels(self, ordinals: Sequence[int], budget_s: float) -> None:
         """Makes NCCL load its kernels on devices, with a temporary communicator on each.
@@ -251,8 +248,7 @@ class NcclGroup:
             OpTimeoutError: the other ranks did not join within `budget_s`.
             EpRuntimeError: NCCL failed, or `abort` was called with this error.
         """
-        text = TextBuffer()
-        text.checked(self._table.init_group(self.number, nanoseconds(budget_s), text.struct))
+        checked(self._table.init_group, self.number, nanoseconds(budget_s))
 
     def try_sum(self, budget_s: float) -> None:
         """Runs an all-reduce of 4 MiB of int32 on each communicator, and checks the sums.
@@ -263,16 +259,14 @@ class NcclGroup:
             OpTimeoutError: the other ranks did not take part within `budget_s`.
             EpRuntimeError: NCCL failed, or a sum was wrong; the group cannot be used any more.
         """
-        text = TextBuffer()
-        text.checked(self._table.try_sum(self.number, nanoseconds(budget_s), text.struct))
+        checked(self._table.try_sum, self.number, nanoseconds(budget_s))
 
     def add_layers(self, layers: Sequence[LayerStruct]) -> None:
         """Adds layers for the custom calls, which contain id, name and fingerprint."""
         made = (_LayerStruct * len(layers))(
             *(_LayerStruct(item.id, item.name, item.fingerprint) for item in layers)
         )
-        text = TextBuffer()
-        text.checked(self._table.add_layers(self.number, made, len(layers), text.struct))
+        checked(self._table.add_layers, self.number, made, len(layers))
 
     def abort(self, why: EpRuntimeError) -> None:
         """Ends all running calls of this process with error `why`, which ends peers' calls too."""
