@@ -374,17 +374,6 @@ def tell_time(buf: Any, now_ns: int) -> None:
     _at(buf, BoardHeaderStruct, 0).now_ns = now_ns
 
 
-def _header(buf: Any) -> Any:
-    header = _at(buf, BoardHeaderStruct, 0)
-    if header.magic != MAGIC or header.version != VERSION:
-        raise InvalidArgumentError(
-            f"buf must hold a board of version {VERSION}, "
-            f"got magic {header.magic:#x} version {header.version}",
-            argument="buf",
-        )
-    return header
-
-
 def from_struct(kind: type[_Record], raw: Any, **others: Any) -> _Record:
     """Makes a dataclass from a struct's fields of the same names, and from `others`."""
     fields: Any = kind
@@ -394,7 +383,13 @@ def from_struct(kind: type[_Record], raw: Any, **others: Any) -> _Record:
 
 def read_header(buf: Any) -> BoardHeader:
     """Reads a board's header. Raises InvalidArgumentError if `buf` is not a formatted board."""
-    header = _header(buf)
+    header = _at(buf, BoardHeaderStruct, 0)
+    if header.magic != MAGIC or header.version != VERSION:
+        raise InvalidArgumentError(
+            f"buf must hold a board of version {VERSION}, "
+            f"got magic {header.magic:#x} version {header.version}",
+            argument="buf",
+        )
     reason, by = PoisonReason(header.poison_reason), poisoned_by(header)
     return from_struct(BoardHeader, header, poison_reason=reason, poison_by=by)
 

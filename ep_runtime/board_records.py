@@ -266,14 +266,9 @@ def read_ops(buf: Any, where: BoardLayout, rank: int) -> dict[OpCode, OpTally]:
         raw = OpRecordStruct.from_buffer_copy(buf, start + op * size)
         if not raw.calls:
             continue
-        found[op] = OpTally(
-            calls=raw.calls,
-            time_ns=raw.time_ns,
-            wait_ns=raw.wait_ns,
-            times=tuple(raw.times),
-            waits=tuple(raw.waits),
-            peers=_read_peers(buf, where.spec, rank, start + where.tally.peers_offset, op),
-        )
+        times, waits = tuple(raw.times), tuple(raw.waits)
+        peers = _read_peers(buf, where.spec, rank, start + where.tally.peers_offset, op)
+        found[op] = from_struct(OpTally, raw, times=times, waits=waits, peers=peers)
     return found
 
 
