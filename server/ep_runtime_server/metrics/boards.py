@@ -95,12 +95,13 @@ async def put_ops(sheet: Sheet, group: GroupRecord, labels: Labels) -> None:
             for peer in tally.peers:
                 waited_for_ns[peer.world_rank] += peer.wait_ns
     for op, tallies in times.items():
-        of_op, sums = (*labels, op.name), list(zip(*(t.times for t in tallies), strict=True))
+        of_op = (*labels, op.name)
+        counts = map(sum, zip(*(tally.times for tally in tallies), strict=True))
         time_s = sum(tally.time_ns for tally in tallies) / 1e9
-        sheet.put_histogram("op_seconds", of_op, [sum(counts) for counts in sums], time_s)
-        sums = list(zip(*(t.waits for t in tallies), strict=True))
+        sheet.put_histogram("op_seconds", of_op, counts, time_s)
+        counts = map(sum, zip(*(tally.waits for tally in tallies), strict=True))
         wait_s = sum(tally.wait_ns for tally in tallies) / 1e9
-        sheet.put_histogram("op_wait_seconds", of_op, [sum(counts) for counts in sums], wait_s)
+        sheet.put_histogram("op_wait_seconds", of_op, counts, wait_s)
     for rank in group.local_ranks:
         of_rank = (*labels, str(rank))
         sheet.put("rank_waited_seconds_total", of_rank, waited_ns[rank] / 1e9)

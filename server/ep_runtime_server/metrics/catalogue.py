@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from ep_runtime.board_records import BUCKET_BOUNDS_S
 
@@ -58,7 +58,8 @@ def _histogram(name: str, labels: tuple[str, ...], text: str) -> Metric:
     return Metric(name, HISTOGRAM, labels, text)
 
 
-_OF_DAEMON = (
+_ALL = (
+    # Of the daemon
     _gauge("build_info", (*NODE, "version", "python"), "Always 1: versions of the daemon"),
     _gauge("healthy", NODE, "1 if the health service answers SERVING"),
     _gauge("state", (*NODE, "state"), "1 for the daemon's current state"),
@@ -87,8 +88,7 @@ _OF_DAEMON = (
     _gauge(
         "metrics_left_out", (*NODE, "kind"), "Groups and layers left out because there are too many"
     ),
-)
-_OF_GROUP = (
+    # Of each group
     _gauge(
         "group_info",
         (*GROUP, "transport", "on_overflow", "workspace", "nccl"),
@@ -109,12 +109,10 @@ _OF_GROUP = (
     _counter("group_failed_runs_total", GROUP, "Failed runs that processes reported to each other"),
     _gauge("group_handles", (*GROUP, "state"), "Handles by state"),
     _gauge("group_load_max_mean_ratio", GROUP, "Rows received: fullest rank divided by the mean"),
-)
-_OF_OP = (
+    # Of each op
     _histogram("op_seconds", OP, "Time of each call, over all ranks of this node"),
     _histogram("op_wait_seconds", OP, "Part of that time spent waiting for peers"),
-)
-_OF_LAYER = (
+    # Of each layer
     _counter("tokens_total", LAYER, "Tokens that ranks of this node sent to the layer's experts"),
     _gauge(
         "layer_expert_load_max_mean_ratio",
@@ -129,8 +127,7 @@ _OF_LAYER = (
         "layer_load_max_mean_ratio", LAYER, "As group_load_max_mean_ratio; only for groups on GPUs"
     ),
     _gauge("layer_last_call_seconds", LAYER, "Time since the layer's last call"),
-)
-_OF_RANK = (
+    # Of each rank
     _gauge(
         "rank_gpu_info",
         (*RANK, "device", "gpu"),
@@ -156,8 +153,7 @@ _OF_RANK = (
         (*RANK, "layer", "op"),
         "peer_wait_seconds with the waiters' layer and op; only after 10 s",
     ),
-)
-_OF_RANK_AND_LAYER = (
+    # Of each rank, by layer
     _counter(
         "layer_rank_rows_total",
         (*LAYER, "rank"),
@@ -170,8 +166,7 @@ _OF_RANK_AND_LAYER = (
         "The layer's rows that did not fit the rank's capacity; only for groups on GPUs",
         detail=True,
     ),
-)
-_OF_EXPERT = (
+    # Of each expert
     _counter(
         "expert_rows_total",
         (*LAYER, "expert"),
@@ -179,18 +174,7 @@ _OF_EXPERT = (
         detail=True,
     ),
 )
-METRICS = {
-    metric.name: metric
-    for metric in (
-        *_OF_DAEMON,
-        *_OF_GROUP,
-        *_OF_OP,
-        *_OF_LAYER,
-        *_OF_RANK,
-        *_OF_RANK_AND_LAYER,
-        *_OF_EXPERT,
-    )
-}
+METRICS = {metric.name: metric for metric in _ALL}
 # Bounds of histograms: every other bound of the board; the last bucket has no bound.
 BOUNDS_S = BUCKET_BOUNDS_S[::2]
 SERIES_OF_HISTOGRAM = len(BOUNDS_S) + 3  # plus the bucket without a bound, sum and count
@@ -230,7 +214,7 @@ class Sheet:
         self.size += 1
 
     def put_histogram(
-        self, name: str, labels: tuple[str, ...], counts: Sequence[int], sum_s: float
+        self, name: str, labels: tuple[str, ...], counts: Iterable[int], sum_s: float
     ) -> None:
         """Adds one histogram; `counts` are of the board's buckets."""
         assert len(labels) == len(METRICS[name].labels), name
