@@ -56,17 +56,16 @@ class Room:
             self._waiters.popleft()
 
 
+# Calls are counted by health method, and all other calls under this key.
+_NOT_HEALTH = ""
+
+
 class _User:
     def __init__(self, name: str) -> None:
         self.name = name
-        self.calls = 0
-        self.health_calls: collections.Counter[str] = collections.Counter()
+        self.calls: collections.Counter[str] = collections.Counter()
         self.answer_bytes = 0
         self.room = Room(MAX_BYTES_PER_USER)
-
-    @property
-    def idle(self) -> bool:
-        return not self.calls and not self.health_calls.total()
 
 
 class AdmittedCall:
@@ -108,7 +107,7 @@ class Admission:
 
     def __init__(self) -> None:
         self._users: dict[str, _User] = {}
-        self._calls = 0
+        self._calls: collections.Counter[str] = collections.Counter()
 
     def call(self, user: str) -> AdmittedCall:
         """Admits a call, and counts it until its `end`.
@@ -117,39 +116,35 @@ class Admission:
             PoolExhaustedError: the user or all users together have too many running calls.
         """
         found = self._users.setdefault(user, _User(user))
-        if found.calls >= MAX_CALLS_PER_USER or self._calls >= MAX_CALLS:
+        held, all_held = found.calls[_NOT_HEALTH], self._calls[_NOT_HEALTH]
+        if held >= MAX_CALLS_PER_USER or all_held >= MAX_CALLS:
             raise PoolExhaustedError(
                 f"calls under way must be at most {MAX_CALLS_PER_USER} per user and "
-                f"{MAX_CALLS} in all, got {found.calls} of {user} and {self._calls} in all; retry",
+                f"{MAX_CALLS} in all, got {held} of {user} and {all_held} in all; retry",
                 limit=MAX_CALLS_PER_USER,
             )
-        found.calls += 1
-        self._calls += 1
-
-        def end() -> None:
-            found.calls -= 1
-            self._calls -= 1
-            self._forget(found)
-
-        return AdmittedCall(found, end)
+        return self._admitted(found, _NOT_HEALTH)
 
     def health_call(self, user: str, method: str) -> AdmittedCall:
         """Admits a call of the health service, which does not count among the other calls."""
         found = self._users.setdefault(user, _User(user))
-        if found.health_calls[method] >= MAX_HEALTH_CALLS_PER_USER:
+        if found.calls[method] >= MAX_HEALTH_CALLS_PER_USER:
             raise PoolExhaustedError(
                 f"{user} has {MAX_HEALTH_CALLS_PER_USER} calls of {method} under way, which is the "
                 "limit; read their answers",
                 limit=MAX_HEALTH_CALLS_PER_USER,
             )
-        found.health_calls[method] += 1
+        return self._admitted(found, method)
+
+    def _admitted(self, user: _User, kind: str) -> AdmittedCall:
+        counts = (user.calls, self._calls)
+        for count in counts:
+            count[kind] += 1
 
         def end() -> None:
-            found.health_calls[method] -= 1
-            self._forget(found)
+            for count in counts:
+                count[kind] -= 1
+            if not user.calls.total():
+                self._users.pop(user.name, None)
 
-        return AdmittedCall(found, end)
-
-    def _forget(self, user: _User) -> None:
-        if user.idle:
-            self._users.pop(user.name, None)
+        return AdmittedCall(user, end)
