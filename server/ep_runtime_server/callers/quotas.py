@@ -10,10 +10,6 @@ from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError
 from ep_runtime.text import iec
 from ep_runtime_server.base import open_files
 
-DEFAULT_SESSIONS = 1024
-DEFAULT_GROUPS = 4096
-DEFAULT_LAYERS = 1 << 16
-DEFAULT_JOURNAL_BYTES = 64 << 20
 DEFAULT_RETAIN_S = 24 * 3600.0
 
 # Per api.sock connection: the accepted socket, and both ends of its connection to gRPC's socket.
@@ -41,14 +37,14 @@ class UserLimits:
         shared: whether the daemon serves users other than its own.
     """
 
-    sessions: int = DEFAULT_SESSIONS
-    groups: int = DEFAULT_GROUPS
-    layers: int = DEFAULT_LAYERS
+    sessions: int = 1024
+    groups: int = 4096
+    layers: int = 1 << 16
     host_bytes: int = 1 << 62
     gpu_bytes: int | None = None
     fds: int = 1 << 30
     all_fds: int = 1 << 30
-    journal_bytes: int = DEFAULT_JOURNAL_BYTES
+    journal_bytes: int = 64 << 20
     retain_s: float = DEFAULT_RETAIN_S
     shared: bool = False
 

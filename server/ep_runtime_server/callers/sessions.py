@@ -18,10 +18,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from ep_runtime.errors import (
-    PermissionDeniedError,
-    SessionFencedError,
-)
+from ep_runtime.errors import PermissionDeniedError, SessionFencedError
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
@@ -201,7 +198,8 @@ class Sessions:
     def _add(self, session: SessionRecord) -> None:
         self._by_token[session.token_digest] = session
         self._by_id[session.session_id] = session
-        asyncio.get_running_loop().add_reader(session.pidfd, self._on_exit, session)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(session.pidfd, self._end, session, SessionState.DEAD)
         self.on_change(session)
 
     def restore(self, session: SessionRecord) -> bool:
@@ -360,9 +358,6 @@ class Sessions:
         except ProcessLookupError:
             pass  # it has ended, which the daemon is about to notice
         return True
-
-    def _on_exit(self, session: SessionRecord) -> None:
-        self._end(session, SessionState.DEAD)
 
     def _end(self, session: SessionRecord, state: SessionState) -> None:
         session.state = state
