@@ -114,20 +114,14 @@ class WindowPool:
         self._reserved += collections.Counter()  # drops zeros
         self._reserved_fds += collections.Counter()
 
-    def _over_quota(
-        self, uid: int, demand: Mapping[Device, int], fds: int = 0
-    ) -> PoolExhaustedError | None:
+    def _check_quota(self, uid: int, demand: Mapping[Device, int], fds: int = 0) -> None:
         if self.quotas is None:
-            return None
-        try:
-            self.quotas.check(uid, host_bytes=demand.get(self._host, 0), fds=fds)
-            for device, asked in demand.items():
-                if device is not self._host:
-                    held = self.held_by(uid, device.name)
-                    self.quotas.check_gpu(uid, device.name, asked, held, device.limit_bytes)
-        except PoolExhaustedError as error:
-            return error
-        return None
+            return
+        self.quotas.check(uid, host_bytes=demand.get(self._host, 0), fds=fds)
+        for device, asked in demand.items():
+            if device is not self._host:
+                held = self.held_by(uid, device.name)
+                self.quotas.check_gpu(uid, device.name, asked, held, device.limit_bytes)
 
     async def _room(self, uid: int, demand: dict[Device, int], fds: int) -> None:
         """Waits until the demand fits the limits of devices and of the user.
@@ -136,16 +130,15 @@ class WindowPool:
         """
         while True:
             full = self._first_full(demand)
-            error = (
-                self._exhausted(full, demand[full], uid)
-                if full is not None
-                else self._over_quota(uid, demand, fds)
-            )
-            if error is None:
+            try:
+                if full is not None:
+                    raise self._exhausted(full, demand[full], uid)
+                self._check_quota(uid, demand, fds)
                 return
-            freed = self._freeing
-            if not any(s.bytes_on(full.name) if full else s.owner.uid == uid for s in freed):
-                raise error
+            except PoolExhaustedError:
+                freed = self._freeing
+                if not any(s.bytes_on(full.name) if full else s.owner.uid == uid for s in freed):
+                    raise
             self._freed.clear()
             await self._freed.wait()
 
@@ -205,9 +198,7 @@ class WindowPool:
         Raises:
             PoolExhaustedError: over the limit of descriptors of this user or of all users.
         """
-        error = self._over_quota(owner.uid, {}, len(ranks) + 2)
-        if error is not None:
-            raise error
+        self._check_quota(owner.uid, {}, len(ranks) + 2)
         layout = board.board_layout(spec, ranks)
         windows = WindowSet(owner, layout, generation, self._clock.monotonic_s())
         for rank, device, size_bytes in self._parts(layout, {}):
@@ -232,11 +223,9 @@ class WindowPool:
         if not asked:
             return
         found = self.device(device)
-        if asked > found.limit_bytes - self.used_bytes(device):
+        if self._first_full({found: asked}) is not None:
             raise self._exhausted(found, asked, uid)
-        error = self._over_quota(uid, {found: asked})
-        if error is not None:
-            raise error
+        self._check_quota(uid, {found: asked})
 
     def device(self, name: str) -> Device:
         """Returns the host device, or the GPU with this UUID. Raises as `Gpus.get`."""
@@ -249,11 +238,9 @@ class WindowPool:
             with contextlib.suppress(RuntimeUnavailableError):
                 await asyncio.to_thread(self._gpus.load)
 
-    def _first_full(self, demand: dict[Device, int]) -> Device | None:
-        for device, asked in demand.items():
-            if asked > device.limit_bytes - self.used_bytes(device.name):
-                return device
-        return None
+    def _first_full(self, demand: Mapping[Device, int]) -> Device | None:
+        left = {device: device.limit_bytes - self.used_bytes(device.name) for device in demand}
+        return next((device for device, asked in demand.items() if asked > left[device]), None)
 
     def _exhausted(self, device: Device, asked: int, uid: int) -> PoolExhaustedError:
         """Makes an error that names the user's own groups, and sums up other users' memory."""
