@@ -34,8 +34,13 @@ T = TypeVar("T")
 Row = TypeVar("Row")
 
 
+# RPCs that only read, which `of_any_node` decorates; all other RPCs are orders.
+READINGS: set[str] = set()
+
+
 def of_any_node(method: Reading) -> Reading:
     """Wraps a read-only RPC, and forwards requests that name another node to its daemon."""
+    READINGS.add(method.__name__)
 
     @functools.wraps(method)
     async def call(self: AdminServicer, request: Any, context: Context) -> Any:
@@ -191,7 +196,8 @@ class AdminServicer:
     async def ListLayers(
         self, request: pb.AdminServiceListLayersRequest, context: Context
     ) -> pb.AdminServiceListLayersResponse:
-        rows = views.layers(self._groups(request.group))
+        groups = self._groups(request.group)
+        rows = [(group, layer) for group in groups for layer in group.layers.all()]
         found, token = await page(rows, request, views.layer_info)
         return pb.AdminServiceListLayersResponse(layers=found, next_page_token=token)
 
@@ -208,13 +214,13 @@ class AdminServicer:
     async def ListBuffers(
         self, request: pb.ListBuffersRequest, context: Context
     ) -> pb.ListBuffersResponse:
-        sets = [
-            windows
+        rows = [
+            (windows, buffer)
             for windows in self._runtime.pool.sets
             if self._sees(windows.owner.uid) and request.group in ("", windows.owner.name)
+            for buffer in windows.buffers
         ]
         row = functools.partial(views.buffer_info, runtime=self._runtime)
-        rows = views.buffers(sets)
         found, token = await page(rows, request, row)
         return pb.ListBuffersResponse(buffers=found, next_page_token=token)
 
@@ -318,22 +324,6 @@ class AdminServicer:
             freed_bytes=freed,
             quarantined_bytes=held - freed,
         )
-
-
-# RPCs that only read; all other RPCs are orders.
-READINGS = frozenset(
-    {
-        "GetStatus",
-        "ListSessions",
-        "ListGroups",
-        "ListLayers",
-        "ListHandles",
-        "ListBuffers",
-        "ListEvents",
-        "ListRanks",
-        "ListTallies",
-    }
-)
 
 
 class ReadingServicer(AdminServicer):

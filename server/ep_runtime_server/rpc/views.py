@@ -170,10 +170,6 @@ def _poison_reason(group: GroupRecord) -> str:
     return "UNREADABLE" if reason in (None, board_abi.PoisonReason.NONE) else reason.name
 
 
-def layers(groups: Iterable[GroupRecord]) -> list[tuple[GroupRecord, wire.RegisteredLayer]]:
-    return [(item, layer) for item in groups for layer in item.layers.all()]
-
-
 def layer_info(row: tuple[GroupRecord, wire.RegisteredLayer]) -> pb.LayerInfo:
     item, layer = row
     return pb.LayerInfo(layer=wire.registered_to_proto(layer), **item.fields)
@@ -214,10 +210,6 @@ def _add_record(message: pb.HandleInfo, record: HandleRecord, clock: Clock) -> N
         message.last_op = board_abi.OpCode(record.last_op).name
         age_s = max(0.0, clock.monotonic_s() - record.updated_ns / 1e9)
         message.age.CopyFrom(wire.duration(age_s))
-
-
-def buffers(sets: Iterable[WindowSet]) -> list[tuple[WindowSet, Buffer]]:
-    return [(windows, buffer) for windows in sets for buffer in windows.buffers]
 
 
 def buffer_info(row: tuple[WindowSet, Buffer], runtime: Runtime) -> pb.BufferInfo:
