@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -116,7 +115,8 @@ class Groups(GroupBook):
         if group is None:
             if self._quotas is not None:
                 self._quotas.check(owner.uid, groups=1)
-            group = self._new_group(owner, spec)
+            group = GroupRecord(owner, spec, self._next_generation())
+            self.begin(group)
         member = group.members.get(session.session_id)
         if member is not None and group.state is not State.BROKEN and not group.others_left:
             if member.ranks != ranks:
@@ -205,11 +205,6 @@ class Groups(GroupBook):
             tell_failure(self._events, f"forming {group.owner}", error)
             group.failure = EpRuntimeError(f"the daemon could not form group {group.owner}")
             self.take_away(group, PoisonReason.CLOSED, "a fault of the daemon")
-
-    def _new_group(self, owner: Owner, spec: GroupSpec) -> GroupRecord:
-        group = GroupRecord(owner, spec, self._next_generation())
-        self.begin(group)
-        return group
 
     def begin(self, group: GroupRecord) -> None:
         """Adds a new group, which has no claims yet."""
@@ -313,13 +308,12 @@ class Groups(GroupBook):
         """Handles a session's end: FENCED keeps memory charged, CLOSED and DEAD do not."""
         if session.over:
             self._pool.drop_all_of(session.session_id)
+        left = session.state is SessionState.CLOSED
         for group in self.of_session(session):
             if session.state is SessionState.FENCED:
                 self._fenced(group, session)
-            elif session.state is SessionState.CLOSED:
-                self._depart(group, session, Trigger.MEMBER_LEFT)
             else:
-                self._depart(group, session, Trigger.MEMBER_LOST)
+                self._depart(group, session, Trigger.MEMBER_LEFT if left else Trigger.MEMBER_LOST)
 
     def _fenced(self, group: GroupRecord, session: SessionRecord) -> None:
         member = group.members.get(session.session_id)
@@ -409,7 +403,6 @@ class Groups(GroupBook):
             kind,
             f"group {group.owner}: {message}",
             **group.fields,
-            level=logging.INFO,
             state=group.state.value,
             **fields,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from ep_runtime import board, board_abi, board_records, device_layout
 from ep_runtime.allowed_names import quoted
@@ -70,14 +70,6 @@ def rank_record(group: GroupRecord, rank: int) -> board_records.RankRecord | Non
     return board_records.read_ranks(windows.board, windows.layout, [rank])[0]
 
 
-def tell_time(groups: Iterable[GroupRecord], now_s: float) -> None:
-    """Writes the time to boards of groups on GPUs, because GPUs cannot read the host's clock."""
-    for group in groups:
-        windows = group.windows
-        if device_layout.on_device(group.spec) and windows is not None and windows.board:
-            board.tell_time(windows.board, int(now_s * 1e9))
-
-
 def _ends(waits_for: Mapping[int, int]) -> dict[int, int]:
     """Returns the end of each waiting rank's chain; the next rank for ranks in a cycle.
 
@@ -94,12 +86,6 @@ def _ends(waits_for: Mapping[int, int]) -> dict[int, int]:
         for passed in path:
             ends[passed] = end
     return {rank: waits_for[rank] if end is None else end for rank, end in ends.items()}
-
-
-async def late_ranks(groups: Iterable[GroupRecord], now_s: float) -> list[LateRank]:
-    """Returns ranks that others have awaited for over LATE_AFTER_S, longest wait first."""
-    found = [late async for group in paced(groups) for late in late_in(group, now_s)]
-    return sorted(found, key=lambda late: -late.since_s)
 
 
 def late_in(group: GroupRecord, now_s: float, *, after_s: float = LATE_AFTER_S) -> list[LateRank]:
@@ -149,8 +135,10 @@ class LateRanks:
         self._known: dict[tuple[str, int, int], LateRank] = {}
 
     async def now(self) -> list[LateRank]:
-        """Returns the ranks that are late now, longest wait first."""
-        return await late_ranks(self._groups.all(), self._clock.monotonic_s())
+        """Returns ranks that others have awaited for over LATE_AFTER_S, longest wait first."""
+        groups, now_s = self._groups.all(), self._clock.monotonic_s()
+        found = [late async for group in paced(groups) for late in late_in(group, now_s)]
+        return sorted(found, key=lambda late: -late.since_s)
 
     async def watch(self) -> None:
         """Checks every CHECK_EVERY_S until cancelled."""
@@ -160,7 +148,11 @@ class LateRanks:
 
     async def check(self) -> None:
         """Adds an event for each rank that became late, or is no longer late."""
-        tell_time(self._groups.all(), self._clock.monotonic_s())
+        now_ns = int(self._clock.monotonic_s() * 1e9)
+        for group in self._groups.all():
+            windows = group.windows
+            if device_layout.on_device(group.spec) and windows is not None and windows.board:
+                board.tell_time(windows.board, now_ns)  # GPUs cannot read the host's clock
         now = await self.now()
         found = {(x.group.group_id, x.group.generation, x.world_rank): x for x in now}
         for key, late in found.items():

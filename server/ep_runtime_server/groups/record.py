@@ -321,21 +321,16 @@ class GroupBook:
         # Called with a new generation before a group gets it; raises to refuse it.
         self.on_generation: Callable[[int], None] = lambda generation: None
         self._groups: dict[Owner, GroupRecord] = {}
-        self._generation = 0
-
-    @property
-    def generation(self) -> int:
-        """Returns the latest generation that a group got."""
-        return self._generation
+        self.generation = 0  # the latest that a group got
 
     def skip_to(self, generation: int) -> None:
         """Makes all later generations larger than `generation`."""
-        self._generation = max(self._generation, generation)
+        self.generation = max(self.generation, generation)
 
     def _next_generation(self) -> int:
-        self.on_generation(self._generation + 1)
-        self._generation += 1
-        return self._generation
+        self.on_generation(self.generation + 1)
+        self.generation += 1
+        return self.generation
 
     def add(self, group: GroupRecord) -> None:
         """Adds a group, new or restored."""

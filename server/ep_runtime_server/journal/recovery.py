@@ -46,6 +46,7 @@ class Recovery:
 
     Attributes:
         found_any: whether the journal named sessions, groups or memory.
+        under_way: whether the daemon still waits for earlier processes, and admits nothing new.
         num_sessions: the number of the journal's sessions whose processes still run.
         adopted_bytes: bytes of windows and boards that came back.
         lost_bytes: bytes of windows and boards that are lost.
@@ -67,12 +68,11 @@ class Recovery:
         self._clock = clock
         self._until_s = clock.monotonic_s() + window_s
         self._incomplete_journal = False
-        self._waits = False
         self._begun = False
         self._dead: list[SessionRecord] = []
         self._restored: list[GroupRecord] = []
         self._changes = Changes()
-        self.found_any = False
+        self.found_any = self.under_way = False
         self.num_sessions = 0
         self.adopted_bytes = 0
         self.lost_bytes = 0
@@ -80,11 +80,6 @@ class Recovery:
     @property
     def left_s(self) -> float:
         return max(0.0, self._until_s - self._clock.monotonic_s())
-
-    @property
-    def under_way(self) -> bool:
-        """Returns whether the daemon still waits for earlier processes, and admits nothing new."""
-        return self._waits
 
     @property
     def takes_word(self) -> bool:
@@ -206,10 +201,10 @@ class Recovery:
         self._dead = []
         self._begun = True
         self.drop_lost()
-        self._waits = self.awaited_bytes > 0
+        self.under_way = self.awaited_bytes > 0
         if self.found_any:
             self._events.add(
-                "server.recovering" if self._waits else "server.recovered",
+                "server.recovering" if self.under_way else "server.recovered",
                 f"the journal named {self.num_sessions} live sessions and "
                 f"{len(self._groups.all())} groups; {iec(self.awaited_bytes)} are awaited",
                 generation=self._groups.generation,
@@ -267,8 +262,8 @@ class Recovery:
                 group.restoring = False
                 if group.state is State.FORMING:
                     self._groups.give_up(group)
-        if self._waits and (over or not self.awaited_bytes):
-            self._waits = False
+        if self.under_way and (over or not self.awaited_bytes):
+            self.under_way = False
             self._events.add(
                 "server.recovered",
                 f"{iec(self.adopted_bytes)} came back, {iec(self.awaited_bytes)} are still "
@@ -284,7 +279,7 @@ class Recovery:
 
         def over() -> bool:
             group = self._groups.find(owner)
-            return not self._waits and (group is None or not group.restoring)
+            return not self.under_way and (group is None or not group.restoring)
 
         return await self._changes.until(over, wait_s)
 
