@@ -31,8 +31,4 @@ def notify(address: str | None, *assignments: str, fds: Sequence[int] = ()) -> N
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender,
     ):
         sender.connect(target)
-        message = "\n".join(assignments).encode()
-        if fds:
-            socket.send_fds(sender, [message], list(fds))
-        else:
-            sender.send(message)
+        socket.send_fds(sender, ["\n".join(assignments).encode()], list(fds))

@@ -255,17 +255,10 @@ class FdServer:
             return
         self._arm(connection)
         connection.unread = carries_fds
-        self._take(connection, data, flags, credentials.message_pid(ancillary))
+        sender_pid = credentials.message_pid(ancillary)
+        self._try(connection, lambda: self._answer(connection, data, flags, sender_pid))
         if connection.unread:  # the packet's descriptors will not be received
             self._drop(connection)
-
-    def _take(self, connection: _Connection, data: bytes, flags: int, sender_pid: int) -> None:
-        def work() -> None:
-            if flags & socket.MSG_TRUNC:
-                raise InvalidArgumentError(_LIMITS)
-            self._answer(connection, data, sender_pid)
-
-        self._try(connection, work)
 
     def _try(self, connection: _Connection, work: Callable[[], None]) -> None:
         """Calls `work()`, and reports its error to the client."""
@@ -286,7 +279,9 @@ class FdServer:
         self._runtime.tell_refused("fd", error)
         self._send(connection, pb.FdReply(error=wire.error_to_detail(error)), [])
 
-    def _answer(self, connection: _Connection, data: bytes, sender_pid: int) -> None:
+    def _answer(self, connection: _Connection, data: bytes, flags: int, sender_pid: int) -> None:
+        if flags & socket.MSG_TRUNC:
+            raise InvalidArgumentError(_LIMITS)
         try:
             request = pb.FdRequest.FromString(data)
         except DecodeError as error:
@@ -377,9 +372,6 @@ class FdServer:
         if connection not in self._connections:
             return
         try:
-            if fds:
-                socket.send_fds(connection.socket, [reply.SerializeToString()], fds)
-            else:
-                connection.socket.send(reply.SerializeToString())
+            socket.send_fds(connection.socket, [reply.SerializeToString()], fds)
         except OSError:
             self._drop(connection)
