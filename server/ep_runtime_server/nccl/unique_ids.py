@@ -12,7 +12,6 @@ import collections
 import contextlib
 import dataclasses
 import json
-import logging
 import os
 import sys
 from collections.abc import Awaitable, Callable
@@ -341,7 +340,6 @@ class UniqueIdBook:
             kind,
             f"group {group.owner}, generation {group.generation}: {message}",
             **group.fields,
-            level=logging.INFO,
         )
 
 
