@@ -176,8 +176,7 @@ class AdminServicer:
         def row(session: SessionRecord) -> pb.SessionInfo:
             return views.session(session, by_session.get(session.session_id, ()), runtime.clock)
 
-        found, token = await page(self._sessions(), request, row)
-        return pb.ListSessionsResponse(sessions=found, next_page_token=token)
+        return await page(pb.ListSessionsResponse, "sessions", self._sessions(), request, row)
 
     @of_any_node
     async def ListGroups(
@@ -189,8 +188,7 @@ class AdminServicer:
             nccl = runtime.unique_ids.state_of(group)
             return views.group_info(group, runtime.clock, nccl, runtime.pool.gpu_index)
 
-        found, token = await page(self._groups(request.name), request, row)
-        return pb.ListGroupsResponse(groups=found, next_page_token=token)
+        return await page(pb.ListGroupsResponse, "groups", self._groups(request.name), request, row)
 
     @of_any_node
     async def ListLayers(
@@ -198,8 +196,9 @@ class AdminServicer:
     ) -> pb.AdminServiceListLayersResponse:
         groups = self._groups(request.group)
         rows = [(group, layer) for group in groups for layer in group.layers.all()]
-        found, token = await page(rows, request, views.layer_info)
-        return pb.AdminServiceListLayersResponse(layers=found, next_page_token=token)
+        return await page(
+            pb.AdminServiceListLayersResponse, "layers", rows, request, views.layer_info
+        )
 
     @of_any_node
     async def ListHandles(
@@ -207,8 +206,7 @@ class AdminServicer:
     ) -> pb.ListHandlesResponse:
         rows = views.handles(self._groups(request.group), request.layer)
         row = self._at_its_time(request, views.handle_info)
-        found, token = await page(rows, request, row)
-        return pb.ListHandlesResponse(handles=filter(None, found), next_page_token=token)
+        return await page(pb.ListHandlesResponse, "handles", rows, request, row)
 
     @of_any_node
     async def ListBuffers(
@@ -221,8 +219,7 @@ class AdminServicer:
             for buffer in windows.buffers
         ]
         row = functools.partial(views.buffer_info, runtime=self._runtime)
-        found, token = await page(rows, request, row)
-        return pb.ListBuffersResponse(buffers=found, next_page_token=token)
+        return await page(pb.ListBuffersResponse, "buffers", rows, request, row)
 
     @of_any_node
     async def ListEvents(
@@ -234,8 +231,7 @@ class AdminServicer:
             for event in self._runtime.events.after(request.after_sequence)
             if self._sees(event.fields.get("uid"))
         ]
-        found, token = await page(rows, request, views.event)
-        return pb.ListEventsResponse(events=found, next_page_token=token)
+        return await page(pb.ListEventsResponse, "events", rows, request, views.event)
 
     @of_any_node
     async def ListRanks(
@@ -243,8 +239,7 @@ class AdminServicer:
     ) -> pb.ListRanksResponse:
         row = functools.partial(views.rank_info, clock=self._runtime.clock)
         rows = views.ranks(self._groups(request.group))
-        found, token = await page(rows, request, row)
-        return pb.ListRanksResponse(ranks=found, next_page_token=token)
+        return await page(pb.ListRanksResponse, "ranks", rows, request, row)
 
     @of_any_node
     async def ListTallies(
@@ -252,8 +247,7 @@ class AdminServicer:
     ) -> pb.ListTalliesResponse:
         groups = [group for group in self._groups(request.group) if group.has_windows]
         row = self._at_its_time(request, views.rank_tally)
-        found, token = await page(views.ranks(groups), request, row)
-        return pb.ListTalliesResponse(ranks=filter(None, found), next_page_token=token)
+        return await page(pb.ListTalliesResponse, "ranks", views.ranks(groups), request, row)
 
     def _at_its_time(
         self, request: Any, view: Callable[[tuple[GroupRecord, T], Clock], Row]

@@ -27,9 +27,7 @@ class LayerServicer:
         self._runtime = runtime
 
     async def RegisterLayers(
-        self,
-        request: pb.RegisterLayersRequest,
-        context: Context,
+        self, request: pb.RegisterLayersRequest, context: Context
     ) -> pb.RegisterLayersResponse:
         session = current_session()
         check_layer_count(len(request.layers) + len(request.stacks))
@@ -77,5 +75,6 @@ class LayerServicer:
         self, request: pb.ListLayersRequest, context: Context
     ) -> pb.ListLayersResponse:
         group = self._runtime.groups.get(current_session(), request.group)
-        found, token = await page(group.layers.all(), request, wire.registered_to_proto)
-        return pb.ListLayersResponse(layers=found, next_page_token=token)
+        return await page(
+            pb.ListLayersResponse, "layers", group.layers.all(), request, wire.registered_to_proto
+        )

@@ -17,18 +17,24 @@ MAX_PAGE = 10_000
 PAGE_BYTES = 2 << 20
 
 T = TypeVar("T")
-Row = TypeVar("Row", bound=Message | None)
+Answer = TypeVar("Answer", bound=Message)
 
 
 async def page(
-    items: Iterable[T], request: Any, to_row: Callable[[T], Row]
-) -> tuple[list[Row], str]:
-    """Returns the rows of one page of `items`, and the next page's token ("" after the last).
+    kind: type[Answer],
+    field: str,
+    items: Iterable[T],
+    request: Any,
+    to_row: Callable[[T], Message | None],
+) -> Answer:
+    """Makes an answer with one page of `items`, and the next page's token ("" after the last).
 
     Args:
+        kind: the class of the answer, which has next_page_token.
+        field: the answer's field of rows.
         items: must not change during the call, which awaits between rows.
         request: has page_size and page_token.
-        to_row: converts an item; called only for the items of the page.
+        to_row: converts an item, or omits it by None; called only for the items of the page.
 
     Raises:
         InvalidArgumentError: the size is out of range, or the token is not from an answer.
@@ -46,7 +52,7 @@ async def page(
     start = int(page_token or 0)
     size = page_size or DEFAULT_PAGE
     rest = itertools.islice(items, start, None)
-    rows: list[Row] = []
+    rows: list[Message | None] = []
     left_bytes = PAGE_BYTES
 
     def of_page() -> Iterator[T]:
@@ -59,4 +65,5 @@ async def page(
         rows.append(row := to_row(item))
         left_bytes -= row.ByteSize() if row is not None else 0
     more = next(rest, None) is not None
-    return rows, str(start + len(rows)) if more else ""
+    answer: dict[str, Any] = {field: filter(None, rows)}
+    return kind(**answer, next_page_token=str(start + len(rows)) if more else "")
