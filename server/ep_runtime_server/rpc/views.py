@@ -116,27 +116,21 @@ def _board_bytes(group: GroupRecord) -> int:
 
 
 def session(session: SessionRecord, groups: Iterable[str], clock: Clock) -> pb.SessionInfo:
-    now = clock.monotonic_s()
-    message = wire.filled(
+    now, beat_s, ended_s = clock.monotonic_s(), session.last_beat_s, session.ended_s
+    return wire.filled(
         pb.SessionInfo,
         session,
         state=f"SESSION_STATE_{session.state.value}",
         groups=groups,
         create_time=timestamp(session.created_wall_s),
         age=wire.duration(now - session.created_s),
+        since_heartbeat=wire.duration(now - beat_s) if beat_s is not None else None,
+        since_end=wire.duration(now - ended_s) if ended_s is not None else None,
     )
-    if session.last_beat_s is not None:
-        message.since_heartbeat.CopyFrom(wire.duration(now - session.last_beat_s))
-    if session.ended_s is not None:
-        message.since_end.CopyFrom(wire.duration(now - session.ended_s))
-    return message
 
 
 def group_info(
-    item: GroupRecord,
-    clock: Clock,
-    nccl: tuple[str, str],
-    gpu_index: Callable[[str], int | None],
+    item: GroupRecord, clock: Clock, nccl: tuple[str, str], gpu_index: Callable[[str], int | None]
 ) -> pb.GroupInfo:
     """Converts a group to a message.
 
@@ -194,11 +188,10 @@ def handle_info(row: tuple[GroupRecord, Handle], clock: Clock) -> pb.HandleInfo:
         lane=-1,
     )
     windows = item.windows
-    if windows is None or windows.board is None:
-        return message
-    record = board_records.read_handles(windows.board, windows.layout, [handle.index])[0]
-    if record is not None:
-        _add_record(message, record, clock)
+    if windows is not None and windows.board is not None:
+        record = board_records.read_handles(windows.board, windows.layout, [handle.index])[0]
+        if record is not None:
+            _add_record(message, record, clock)
     return message
 
 
@@ -246,16 +239,15 @@ def ranks(groups: Iterable[GroupRecord]) -> list[tuple[GroupRecord, int]]:
 def rank_info(row: tuple[GroupRecord, int], clock: Clock) -> pb.RankInfo:
     item, rank = row
     member = item.member_of(rank)
+    silent_s = member.session.silent_s(clock.monotonic_s()) if member is not None else None
     message = pb.RankInfo(
         **item.fields,
         world_rank=rank,
         pid=member.session.pid if member is not None else 0,
         handle=-1,
         waiting_for=-1,
+        silent=wire.duration(silent_s) if silent_s is not None else None,
     )
-    silent_s = member.session.silent_s(clock.monotonic_s()) if member is not None else None
-    if silent_s is not None:
-        message.silent.CopyFrom(wire.duration(silent_s))
     record = rank_record(item, rank)
     if record is not None:
         _add_progress(message, record, item, clock)
@@ -317,17 +309,15 @@ def drain(found: Drain | None, clock: Clock) -> pb.DrainStatus | None:
 
 
 def recovery(found: Recovery) -> pb.RecoveryStatus:
-    message = pb.RecoveryStatus(
+    return pb.RecoveryStatus(
         under_way=found.under_way,
         num_sessions=found.num_sessions,
         num_awaited=found.num_awaited,
         adopted_bytes=found.adopted_bytes,
         awaited_bytes=found.awaited_bytes,
         lost_bytes=found.lost_bytes,
+        left=wire.duration(found.left_s) if found.under_way else None,
     )
-    if found.under_way:
-        message.left.CopyFrom(wire.duration(found.left_s))
-    return message
 
 
 def _add_progress(
@@ -359,9 +349,8 @@ def rank_tally(row: tuple[GroupRecord, int], clock: Clock) -> pb.RankTally:
     )
     record = rank_record(item, rank)
     if record is not None:
-        message.calls = record.calls
-        message.rows = record.rows
-        message.dropped_rows = record.dropped_rows
+        for name in ("calls", "rows", "dropped_rows"):
+            setattr(message, name, getattr(record, name))
         _add_sums(message, item, rank)
     return message
 
@@ -371,16 +360,11 @@ def _add_sums(message: pb.RankTally, group: GroupRecord, rank: int) -> None:
     if windows is None or windows.board is None:
         return
     for op, tally in board_records.read_ops(windows.board, windows.layout, rank).items():
-        message.ops.append(_op_tally(op.name, tally))
+        peers = [wire.filled(pb.PeerTally, peer) for peer in tally.peers]
+        message.ops.append(wire.filled(pb.OpTally, tally, op=op.name, peers=peers))
     by_layer = itertools.groupby(group.layers.handles(), key=lambda handle: handle.layer)
     for layer, handles in by_layer:
         indices = [handle.index for handle in handles]
         load = board_records.read_load(windows.board, windows.layout, rank, indices)
-        if load is None:
-            continue
-        message.layers.append(wire.filled(pb.LoadTally, load, layer=layer))
-
-
-def _op_tally(name: str, tally: board_records.OpTally) -> pb.OpTally:
-    peers = [wire.filled(pb.PeerTally, peer) for peer in tally.peers]
-    return wire.filled(pb.OpTally, tally, op=name, peers=peers)
+        if load is not None:
+            message.layers.append(wire.filled(pb.LoadTally, load, layer=layer))
