@@ -223,7 +223,7 @@ class Sessions:
         session = self._by_token.get(digest(token))
         if session is None:
             return None
-        self.authenticate_peer(token, peer.pid, peer.uid)
+        self.authenticate_peer(token, peer)
         session.token = token
         self.heard(session)
         self._log("session.resumed", f"process {session.pid} is back", session)
@@ -254,11 +254,11 @@ class Sessions:
         session.check_live()
         return session
 
-    def authenticate_peer(self, token: str, peer_pid: int, peer_uid: int) -> SessionRecord:
+    def authenticate_peer(self, token: str, peer: Peer) -> SessionRecord:
         """Works as `authenticate_live`, and checks the pid and uid that the kernel gave."""
         session = self.authenticate_live(token, None)
-        if peer_pid != session.pid or peer_uid != session.uid:
-            raise self._foreign(session, peer_pid)
+        if (peer.pid, peer.uid) != (session.pid, session.uid):
+            raise self._foreign(session, peer.pid)
         return session
 
     def check_user(self, session: SessionRecord, uid: int | None) -> None:

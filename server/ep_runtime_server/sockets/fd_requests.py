@@ -57,7 +57,7 @@ def redeem(
 
     `admit(count)` may raise to refuse the number of descriptors.
     """
-    session = runtime.sessions.authenticate_peer(request.session_token, peer.pid, peer.uid)
+    session = runtime.sessions.authenticate_peer(request.session_token, peer)
     buffers, generation = attachment.redeem(runtime.attach_tokens, session, request.ticket)
     admit(len(buffers))
     runtime.recorder.flush()

@@ -315,9 +315,7 @@ class FdServer:
             peer.close()
 
     def _take_back(self, connection: _Connection, peer: Peer, request: pb.ReturnWindows) -> None:
-        session = self._runtime.sessions.authenticate_peer(
-            request.session_token, peer.pid, peer.uid
-        )
+        session = self._runtime.sessions.authenticate_peer(request.session_token, peer)
         if not connection.unread:
             self._give_back(connection, session, request, [])
             return
