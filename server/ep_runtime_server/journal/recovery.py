@@ -110,7 +110,9 @@ class Recovery:
         self._groups.skip_to(self._plain(facts, GENERATION, shapes.generation, 0))
         if facts.get(BOOT) != boot_id():
             return
-        sessions = self._restore_sessions(under(facts, SESSION))
+        sessions = self._readable(under(facts, SESSION), records.to_session)
+        self._dead = [x for x in sessions.values() if not self._sessions.restore(x)]
+        self.num_sessions = len(sessions) - len(self._dead)
         sets = self._readable(under(facts, WINDOWS), records.to_windows)
         for windows in sets.values():
             self._pool.add(windows)
@@ -149,12 +151,6 @@ class Recovery:
                 found[key] = make(key, value)
             except _ODD as error:
                 self._unreadable(key, f"{type(error).__name__}: {str(error)[:500]}")
-        return found
-
-    def _restore_sessions(self, values: Mapping[str, Any]) -> dict[str, SessionRecord]:
-        found = self._readable(values, records.to_session)
-        self._dead = [session for session in found.values() if not self._sessions.restore(session)]
-        self.num_sessions = len(found) - len(self._dead)
         return found
 
     def _restore_group(self, group: GroupRecord) -> None:
