@@ -272,10 +272,6 @@ def window_bytes(spec: GroupSpec) -> int:
     return spec.lanes * lane_bytes(spec) + (flag_bytes(spec) if on_device(spec) else 0)
 
 
-def _at(buf: Any, kind: type[ctypes.Structure], offset: int) -> Any:
-    return kind.from_buffer(buf, offset)
-
-
 def format_board(buf: Any, where: BoardLayout, generation: int) -> None:
     """Zeroes a board and writes its header. Call only while no client maps the board.
 
@@ -303,9 +299,9 @@ def format_board(buf: Any, where: BoardLayout, generation: int) -> None:
     if where.world_offset:
         places.append((where.world_offset, spec.world_size, 0))
     for offset, ranks, lanes in places:
-        control = _at(buf, ControlStruct, offset)
+        control = ControlStruct.from_buffer(buf, offset)
         control.ranks, control.lanes = ranks, lanes
-    header = _at(buf, BoardHeaderStruct, 0)
+    header = BoardHeaderStruct.from_buffer(buf)
     header.version = VERSION
     header.world_size = spec.world_size
     header.generation = generation
@@ -326,7 +322,7 @@ def format_board(buf: Any, where: BoardLayout, generation: int) -> None:
     size = ctypes.sizeof(RankRecordStruct)
     for seat, rank in enumerate(where.ranks):
         seats[rank] = seat + 1
-        record = _at(buf, RankRecordStruct, where.ranks_offset + seat * size)
+        record = RankRecordStruct.from_buffer(buf, where.ranks_offset + seat * size)
         record.waiting_for = record.lane = -1
     header.magic = MAGIC  # written last, so that readers that see it see the rest
 
@@ -345,7 +341,9 @@ def poison(
         rank: a world rank of the process that was lost or fenced, else -1.
         by: the process that gave the order.
     """
-    header = _at(buf, BoardHeaderStruct, 0)  # unchecked, because clients may have overwritten it
+    header = BoardHeaderStruct.from_buffer(
+        buf
+    )  # unchecked, because clients may have overwritten it
     if header.poison_generation >= generation:
         return
     header.poison_reason = int(reason)
@@ -371,7 +369,7 @@ def poisoned_by(header: BoardHeaderStruct) -> By:
 
 def tell_time(buf: Any, now_ns: int) -> None:
     """Writes CLOCK_MONOTONIC for devices, which use the latest value in their records."""
-    _at(buf, BoardHeaderStruct, 0).now_ns = now_ns
+    BoardHeaderStruct.from_buffer(buf).now_ns = now_ns
 
 
 def from_struct(kind: type[_Record], raw: Any, **others: Any) -> _Record:
@@ -383,7 +381,7 @@ def from_struct(kind: type[_Record], raw: Any, **others: Any) -> _Record:
 
 def read_header(buf: Any) -> BoardHeader:
     """Reads a board's header. Raises InvalidArgumentError if `buf` is not a formatted board."""
-    header = _at(buf, BoardHeaderStruct, 0)
+    header = BoardHeaderStruct.from_buffer(buf)
     if header.magic != MAGIC or header.version != VERSION:
         raise InvalidArgumentError(
             f"buf must hold a board of version {VERSION}, "
