@@ -34,10 +34,7 @@ _PATTERNS = {
 _LABEL_VALUE = f"{_CHAR}*"
 _SHOWN = "|".join((*_PATTERNS.values(), _LABEL_VALUE))
 _CHARACTERS = "letters, digits and . _ / : @ + -"
-_ALSO = {
-    "layer": ", [n] of a stack and ['key'] of a path",
-    "job": ", [IPv6] in front",
-}
+_ALSO = {"layer": ", [n] of a stack and ['key'] of a path", "job": ", [IPv6] in front"}
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -11,12 +11,7 @@ from ep_runtime import layout
 from ep_runtime.allowed_names import check_name
 from ep_runtime.arguments import check_whole
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime.specs import (
-    MAX_STACK_LAYERS,
-    GroupSpec,
-    check_holds_rows,
-    stable_id,
-)
+from ep_runtime.specs import MAX_STACK_LAYERS, GroupSpec, check_holds_rows, stable_id
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,11 +66,7 @@ _HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 
 
 class TargetStruct(ctypes.Structure):
-    _fields_ = [
-        ("name", ctypes.c_char_p),
-        ("instantiate", _HANDLER),
-        ("execute", _HANDLER),
-    ]
+    _fields_ = [("name", ctypes.c_char_p), ("instantiate", _HANDLER), ("execute", _HANDLER)]
 
 
 _I64 = ctypes.c_int64
@@ -93,10 +89,7 @@ class TableStruct(ctypes.Structure):
             ),
         ),
         ("add_layers", ctypes.CFUNCTYPE(_I64, _I64, ctypes.POINTER(LayerStruct), _I64, TextStruct)),
-        (
-            "remove_layers",
-            ctypes.CFUNCTYPE(None, _I64, ctypes.POINTER(ctypes.c_uint64), _I64),
-        ),
+        ("remove_layers", ctypes.CFUNCTYPE(None, _I64, ctypes.POINTER(ctypes.c_uint64), _I64)),
         ("close_group", ctypes.CFUNCTYPE(None, _I64, _I64)),
         ("check_group", ctypes.CFUNCTYPE(_I64, _I64, TextStruct)),
         ("fill_staging", ctypes.CFUNCTYPE(None, _I64, ctypes.c_int)),

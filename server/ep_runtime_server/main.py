@@ -112,12 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FD",
         help="write one JSON line to this descriptor when the daemon serves",
     )
-    add(
-        "--testing",
-        action="append",
-        default=[],
-        help=argparse.SUPPRESS,
-    )
+    add("--testing", action="append", default=[], help=argparse.SUPPRESS)
     return parser
 
 

@@ -73,8 +73,7 @@ class Operations:
             task.add_done_callback(lambda done: self._finished(session_id, key, done))
         elif known.digest != digest:
             raise InvalidArgumentError(
-                f"op_id {op_id!r} was used for another {request.DESCRIPTOR.name}",
-                argument="op_id",
+                f"op_id {op_id!r} was used for another {request.DESCRIPTOR.name}", argument="op_id"
             )
         try:
             return await asyncio.shield(known.task)

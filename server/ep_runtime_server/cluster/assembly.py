@@ -8,11 +8,7 @@ thread only.
 
 from __future__ import annotations
 
-from ep_runtime.errors import (
-    GroupBusyError,
-    PoolExhaustedError,
-    SpecMismatchError,
-)
+from ep_runtime.errors import GroupBusyError, PoolExhaustedError, SpecMismatchError
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog

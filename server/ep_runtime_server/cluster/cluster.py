@@ -133,12 +133,7 @@ class Cluster:
         settings, facts = self.settings, self.facts
         self.coordination = self._take_part()
         self.spanning = Spanning(
-            settings.node,
-            self.coordination,
-            groups,
-            self._tell_node,
-            facts,
-            self._events,
+            settings.node, self.coordination, groups, self._tell_node, facts, self._events
         )
         servicer = NodeServicer(
             self.nodes,

@@ -51,11 +51,7 @@ class Drain:
 
 
 def ordered(
-    before: Drain | None,
-    order: GivenOrder | None,
-    *,
-    wall_s: float,
-    ends_at_s: float | None,
+    before: Drain | None, order: GivenOrder | None, *, wall_s: float, ends_at_s: float | None
 ) -> Drain:
     """Combines the drain `before` with a new order; `order` is None for a signal."""
     drain = before or Drain(str(order or "by a signal"), wall_s)

@@ -193,8 +193,7 @@ class Rejoin:
         unknown = sorted(set(fds) - set(by_rank))
         if unknown:
             raise InvalidArgumentError(
-                f"world_rank must be of {sorted(by_rank)}, got {unknown[0]}",
-                argument="world_rank",
+                f"world_rank must be of {sorted(by_rank)}, got {unknown[0]}", argument="world_rank"
             )
         for device in {buffer.device for buffer in windows.buffers}:
             new = [b for b in windows.buffers if b.world_rank in fds and not b.counted]

@@ -36,11 +36,7 @@ class WindowPool:
     """All window sets, and the limits of devices. For the event loop's thread only."""
 
     def __init__(
-        self,
-        host: Device,
-        clock: Clock,
-        events: EventLog,
-        gpus: Gpus | None = None,
+        self, host: Device, clock: Clock, events: EventLog, gpus: Gpus | None = None
     ) -> None:
         self._host = host
         self._gpus = gpus or Gpus()

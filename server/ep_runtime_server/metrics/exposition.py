@@ -6,11 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import ProcessCollector
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 
 from ep_runtime_server.metrics.catalogue import (

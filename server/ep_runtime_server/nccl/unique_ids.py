@@ -337,9 +337,7 @@ class UniqueIdBook:
 
     def _log(self, kind: str, group: GroupRecord, message: str) -> None:
         self._events.add(
-            kind,
-            f"group {group.owner}, generation {group.generation}: {message}",
-            **group.fields,
+            kind, f"group {group.owner}, generation {group.generation}: {message}", **group.fields
         )
 
 

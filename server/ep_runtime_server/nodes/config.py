@@ -128,8 +128,7 @@ def parse_endpoint(text: str, argument: str, *, default_host: str = "") -> Endpo
     host = host or default_host
     if not host or not port.isdecimal() or int(port) > 65535:
         raise InvalidArgumentError(
-            f"{argument} must be HOST:PORT with a port up to 65535, got {text!r}",
-            argument=argument,
+            f"{argument} must be HOST:PORT with a port up to 65535, got {text!r}", argument=argument
         )
     return Endpoint(host, int(port))
 
