@@ -90,7 +90,7 @@ class RegisteredLayer:
 MessageT = TypeVar("MessageT", bound=Message)
 
 
-def filled(kind: type[MessageT], source: Any, **others: Any) -> MessageT:
+def filled(kind: type[MessageT], source: Any, /, **others: Any) -> MessageT:
     """Makes a message from attributes of `source` named like its fields, and from `others`."""
     classes: Any = kind, type(source)
     names = (name for name in _shared(*classes) if name not in others)

@@ -308,12 +308,12 @@ def identity_from_proto(message: node_service_pb2.NodeIdentity) -> NodeIdentity:
 
 
 def node_to_proto(node: Node, now_s: float) -> node_service_pb2.NodeInfo:
-    return node_service_pb2.NodeInfo(
+    return wire.filled(
+        node_service_pb2.NodeInfo,
+        node,
         identity=identity_to_proto(node.identity),
-        coordinator=node.coordinator,
         state=f"NODE_STATE_{node.state.value}",
         since=wire.duration(max(0.0, now_s - node.since_s)),
-        why=node.why,
     )
 
 

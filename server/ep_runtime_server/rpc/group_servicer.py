@@ -83,19 +83,11 @@ class GroupServicer:
     ) -> pb.AcquireWindowsResponse:
         session = current_session()
         group = self._runtime.groups.get(session, request.name)
-        token, buffers = attachment.acquire(
-            self._runtime.attach_tokens,
-            session,
-            group,
-            request.generation,
-            tuple(request.world_ranks),
-        )
+        tokens, ranks = self._runtime.attach_tokens, tuple(request.world_ranks)
+        token, buffers = attachment.acquire(tokens, session, group, request.generation, ranks)
         return pb.AcquireWindowsResponse(
             ticket=token,
-            descriptors=[
-                views.descriptor(buffer.world_rank, buffer.size_bytes, group.generation)
-                for buffer in buffers
-            ],
+            descriptors=[views.descriptor(buffer, group.generation) for buffer in buffers],
             time_to_live=wire.duration(limits.ATTACH_TOKEN_LIFE_S),
         )
 

@@ -59,12 +59,8 @@ class SessionServicer:
     ) -> pb.OpenSessionResponse:
         session = current_session()
         self._runtime.open_session(session, request.job, request.labels, request.process_index)
-        return pb.OpenSessionResponse(
-            session_id=session.session_id,
-            heartbeat_interval=wire.duration(limits.HEARTBEAT_INTERVAL_S),
-            uid=session.uid,
-            pid=session.pid,
-        )
+        interval = wire.duration(limits.HEARTBEAT_INTERVAL_S)
+        return wire.filled(pb.OpenSessionResponse, session, heartbeat_interval=interval)
 
     async def Heartbeat(
         self, request: pb.HeartbeatRequest, context: Context

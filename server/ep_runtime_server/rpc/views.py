@@ -48,11 +48,10 @@ def timestamp(wall_s: float) -> timestamp_pb2.Timestamp:
     return timestamp_pb2.Timestamp(seconds=whole, nanos=int((wall_s - whole) * 1e9))
 
 
-def descriptor(world_rank: int, size_bytes: int, generation: int) -> types_pb2.WindowDescriptor:
-    kind = types_pb2.WINDOW_KIND_BOARD if world_rank < 0 else types_pb2.WINDOW_KIND_WINDOW
-    return types_pb2.WindowDescriptor(
-        kind=kind, world_rank=world_rank, bytes=size_bytes, generation=generation
-    )
+def descriptor(buffer: Buffer, generation: int) -> types_pb2.WindowDescriptor:
+    rank, size = buffer.world_rank, buffer.size_bytes
+    kind = types_pb2.WINDOW_KIND_BOARD if rank < 0 else types_pb2.WINDOW_KIND_WINDOW
+    return types_pb2.WindowDescriptor(kind=kind, world_rank=rank, bytes=size, generation=generation)
 
 
 def group(group: GroupRecord, clock: Clock) -> types_pb2.Group:
@@ -208,18 +207,13 @@ def _add_record(message: pb.HandleInfo, record: HandleRecord, clock: Clock) -> N
 def buffer_info(row: tuple[WindowSet, Buffer], runtime: Runtime) -> pb.BufferInfo:
     windows, buffer = row
     holders = [runtime.sessions.get(session_id) for session_id in windows.holders]
-    about = descriptor(buffer.world_rank, buffer.size_bytes, windows.generation)
-    return pb.BufferInfo(
-        buffer_id=buffer.buffer_id,
+    return wire.filled(
+        pb.BufferInfo,
+        buffer,
+        **windows.fields,
         bytes=buffer.size_bytes,
-        device=buffer.device,
-        kind=about.kind,
+        kind=descriptor(buffer, windows.generation).kind,
         state=_BUFFER_STATES[windows.state],
-        group=windows.owner.name,
-        job=windows.owner.job,
-        uid=windows.owner.uid,
-        generation=windows.generation,
-        world_rank=buffer.world_rank,
         mapped_by=sorted(holder.pid for holder in holders if holder is not None),
         age=wire.duration(runtime.clock.monotonic_s() - windows.created_s),
         gpu_index=runtime.pool.gpu_index(buffer.device),

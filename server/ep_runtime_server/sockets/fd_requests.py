@@ -68,9 +68,7 @@ def redeem(
         batch = pb.FdBatch(
             first=first,
             total=len(buffers),
-            descriptors=[
-                views.descriptor(item.world_rank, item.size_bytes, generation) for item in part
-            ],
+            descriptors=[views.descriptor(buffer, generation) for buffer in part],
         )
         with attachment.exported(part) as fds:
             yield pb.FdReply(fd_batch=batch), fds
