@@ -16,7 +16,7 @@ from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
 from ep_runtime_bench import cli
 from ep_runtime_bench.base import device_bench, energy, routing, speeds
 from ep_runtime_bench.base.options import BenchOptions, DeviceSample
-from ep_runtime_bench.movement import gpu_calls, gpu_movement
+from ep_runtime_bench.movement import cpu_movement, gpu_calls, gpu_movement
 
 OPTIONS = BenchOptions(
     transports=("nvlink", "xla"),
@@ -123,7 +123,7 @@ def test_a_call_of_several_processes_took_as_long_as_the_slowest() -> None:
     case = ("dispatch", "nvlink", 128, "uniform", "fast", 0, 40)
     one = DeviceSample(*case, [1.0, 5.0], [0.1, 0.3])
     two = DeviceSample(*case, [3.0, 4.0], [0.2, 0.1])
-    (found,) = gpu_movement.slowest([[one], [two]])
+    (found,) = cpu_movement.slowest([[one], [two]])
     assert found == DeviceSample(*case, [3.0, 5.0], [0.2, 0.3])
 
 

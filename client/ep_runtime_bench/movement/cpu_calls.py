@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
+from ep_runtime_bench.base.device_bench import meeting
 from ep_runtime_bench.base.options import ROW_ITEM_BYTES, BenchOptions, Sample, Transport
 from ep_runtime_bench.base.timing import in_turn
 from ep_runtime_bench.movement.memcpy import MEMCPY, Memcpy
@@ -56,20 +57,13 @@ def _measure_size(
             {**subjects, MEMCPY: memcpy},
             warmup=WARMUP,
             repeats=options.repeats,
-            before=_start_together(mesh) if options.processes > 1 else None,
+            before=meeting(mesh) if options.processes > 1 else None,
         )
         samples += [Sample(op, name, row_bytes, taken) for name, taken in seconds.items()]
     memcpy.close()
     for group in groups:
         group.close()
     return samples
-
-
-def _start_together(mesh: Mesh) -> Call:
-    """Returns a function that returns after every process has called it."""
-    ones = _put(np.ones(mesh.size, np.int32), mesh)
-    total = jax.jit(jnp.sum)
-    return lambda: jax.block_until_ready(total(ones))
 
 
 def _put(array: Any, mesh: Mesh) -> jax.Array:

@@ -11,14 +11,14 @@ import dataclasses
 import importlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
 from ep_runtime.errors import EpRuntimeError
 from ep_runtime_bench.base.clients import warm_daemon
-from ep_runtime_bench.base.options import BenchOptions, BenchReport, Sample
+from ep_runtime_bench.base.options import BenchOptions, BenchReport, DeviceSample, Sample
 from ep_runtime_bench.movement.memcpy import MEMCPY
 from ep_runtime_client.cli.tables import Column
 from ep_runtime_client.jobs.members import Member, Members, reserved_coordinator, run_member
@@ -45,12 +45,8 @@ def run(options: BenchOptions) -> BenchReport:
     Raises:
         EpRuntimeError: a process of several failed; its output is on the terminal.
     """
-    if options.processes == 1:
-        calls = importlib.import_module("ep_runtime_bench.movement.cpu_calls")
-        samples: Sequence[Sample] = calls.measure(options, "embedded", Member())
-    else:
-        samples = slowest(measure_together(options, Sample))
-    rows = list(_rows(options, samples))
+    samples = measured(options, Sample)
+    rows = [_row(options, sample, samples) for sample in samples]
     rows.sort(key=lambda row: options.benches.index(row["op"]))
     where = "one process" if options.processes == 1 else f"{options.processes} processes"
     title = (
@@ -60,11 +56,17 @@ def run(options: BenchOptions) -> BenchReport:
     return BenchReport("movement", title, COLUMNS, rows)
 
 
-_Sample = TypeVar("_Sample")
+_Sample = TypeVar("_Sample", Sample, DeviceSample)
 
 
-def measure_together(options: BenchOptions, kind: Callable[..., _Sample]) -> list[list[_Sample]]:
-    """Returns the samples, of type `kind`, of every process of a job."""
+def measured(options: BenchOptions, kind: type[_Sample]) -> Sequence[_Sample]:
+    """Returns the samples, of type `kind`, of one process, or of the slowest process of a job.
+
+    Raises:
+        EpRuntimeError: a process of several failed; its output is on the terminal.
+    """
+    if options.processes == 1:
+        return _measure(options, "embedded", Member())
     with (
         warm_daemon() as address,
         tempfile.TemporaryDirectory(prefix="ep-runtime-bench-") as directory,
@@ -80,56 +82,44 @@ def measure_together(options: BenchOptions, kind: Callable[..., _Sample]) -> lis
         code = started.wait()
         if code:
             raise EpRuntimeError(f"the bench's processes ended with {code}")
-        return [
+        return slowest(
             [kind(**one) for one in json.loads(path.read_text())]
             for path in sorted(Path(directory).glob("*.json"))
-        ]
+        )
 
 
-def slowest(found: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """Returns one sample per call, with the seconds of the slowest process."""
-    return [
-        Sample(same[0].op, same[0].subject, same[0].row_bytes, [max(s) for s in seconds])
-        for same in zip(*found, strict=True)
-        for seconds in [zip(*(one.seconds for one in same), strict=True)]
-    ]
-
-
-def _rows(options: BenchOptions, samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
-    calls = dict.fromkeys((sample.op, sample.row_bytes) for sample in samples)
-    for op, row_bytes in calls:
-        seconds = {
-            sample.subject: sample.seconds
-            for sample in samples
-            if (sample.op, sample.row_bytes) == (op, row_bytes)
+def slowest(found: Iterable[Sequence[_Sample]]) -> list[_Sample]:
+    """Returns one sample per call, with the times, its lists, of the slowest process."""
+    samples = []
+    for same in zip(*found, strict=True):
+        times = {
+            name: [max(each) for each in zip(*(getattr(one, name) for one in same), strict=True)]
+            for name, value in vars(same[0]).items()
+            if isinstance(value, list)
         }
-        for subject in seconds:
-            yield _row(options, op, row_bytes, subject, seconds)
+        samples.append(dataclasses.replace(same[0], **times))
+    return samples
 
 
-def _row(
-    options: BenchOptions,
-    op: str,
-    row_bytes: int,
-    subject: str,
-    samples: Mapping[str, Sequence[float]],
-) -> dict[str, Any]:
-    seconds = median(samples[subject])
-    xla = median(samples["xla"]) if "xla" in samples else None
+def _row(options: BenchOptions, sample: Sample, samples: Sequence[Sample]) -> dict[str, Any]:
+    op, row_bytes = sample.op, sample.row_bytes
+    alike = [each for each in samples if (each.op, each.row_bytes) == (op, row_bytes)]
+    medians = {each.subject: median(each.seconds) for each in alike}
+    seconds, xla = medians[sample.subject], medians.get("xla")
     rows = options.rows_for(row_bytes)
     return {
         "op": op,
-        "transport": subject,
+        "transport": sample.subject,
         "row_bytes": row_bytes,
         "tokens_per_rank": options.tokens_for(row_bytes),
         "rows": rows,
         "bytes": rows * row_bytes,
         "median_ms": round(seconds * 1e3, 3),
-        "min_ms": round(min(samples[subject]) * 1e3, 3),
+        "min_ms": round(min(sample.seconds) * 1e3, 3),
         "tokens_per_s": round(rows / options.top_k / seconds),
         "gb_per_s": round(rows * row_bytes / seconds / 1e9, 3),
         "ratio_to_xla": None if xla is None else round(xla / seconds, 2),
-        "ratio_to_memcpy": round(median(samples[MEMCPY]) / seconds, 3),
+        "ratio_to_memcpy": round(medians[MEMCPY] / seconds, 3),
     }
 
 
@@ -138,13 +128,16 @@ def work(order: dict[str, Any], member: Member) -> int:
     said: dict[str, Any] = {
         k: tuple(v) if isinstance(v, list) else v for k, v in order["options"].items()
     }
-    options = BenchOptions(**said)
-    name = "gpu_calls" if options.on_gpus else "cpu_calls"
-    calls = importlib.import_module(f"ep_runtime_bench.movement.{name}")
-    samples = calls.measure(options, order["address"], member)
+    samples = _measure(BenchOptions(**said), order["address"], member)
     found = json.dumps([dataclasses.asdict(sample) for sample in samples])
     (Path(member.directory) / f"{member.index}.json").write_text(found)
     return 0
+
+
+def _measure(options: BenchOptions, address: str, member: Member) -> list[Any]:
+    name = "gpu_calls" if options.on_gpus else "cpu_calls"
+    calls: Any = importlib.import_module(f"ep_runtime_bench.movement.{name}")
+    return list(calls.measure(options, address, member))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
@@ -30,7 +29,6 @@ from ep_runtime_bench.base.options import (
 from ep_runtime_bench.base.timing import quantile
 from ep_runtime_bench.movement import cpu_movement
 from ep_runtime_client.cli.tables import Column
-from ep_runtime_client.jobs.members import Member
 
 COLUMNS = (
     Column("op", "OP"),
@@ -58,11 +56,7 @@ def run(options: BenchOptions) -> BenchReport:
     Raises:
         EpRuntimeError: a process of several failed; its output is on the terminal.
     """
-    if options.processes == 1:
-        calls = importlib.import_module("ep_runtime_bench.movement.gpu_calls")
-        samples: Sequence[DeviceSample] = calls.measure(options, "embedded", Member())
-    else:
-        samples = slowest(cpu_movement.measure_together(options, DeviceSample))
+    samples = cpu_movement.measured(options, DeviceSample)
     clock_us = min(median(s.kernel_us) for s in samples if s.op == "clock") if samples else 0.0
     where = "one process" if options.processes == 1 else f"{options.processes} processes"
     title = (
@@ -71,18 +65,6 @@ def run(options: BenchOptions) -> BenchReport:
         f"{clock_us:.2f} us, is taken off kernel times"
     )
     return BenchReport("movement", title, COLUMNS, make_rows(options, samples))
-
-
-def slowest(found: Sequence[Sequence[DeviceSample]]) -> list[DeviceSample]:
-    """Returns one sample per call, with the times of the slowest process."""
-    return [
-        dataclasses.replace(
-            same[0],
-            kernel_us=[max(us) for us in zip(*(s.kernel_us for s in same), strict=True)],
-            step_s=[max(taken) for taken in zip(*(s.step_s for s in same), strict=True)],
-        )
-        for same in zip(*found, strict=True)
-    ]
 
 
 def make_rows(options: BenchOptions, samples: Sequence[DeviceSample]) -> list[dict[str, Any]]:
