@@ -14,29 +14,19 @@ turns. A round has N steps, and one copy, which must have ended too. EXPOSED is 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
 from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
-from ep_runtime.specs import COMBINE_PRECISIONS
 from ep_runtime_bench.base import clients, speeds
-from ep_runtime_bench.base.moe_cases import (
-    AUTO_SPARE,
-    PADDED,
-    QUANTIZED,
-    RECIPES,
-    TORCH,
-    Profile,
-    of_all,
-    settings,
-)
+from ep_runtime_bench.base.moe_cases import PADDED, TORCH, Profile, of_all, settings
 from ep_runtime_bench.base.options import BenchOptions, BenchReport
 from ep_runtime_bench.base.train_cases import (
     CPU_MODELS,
     MODELS,
+    REMATS,
     ROUTINGS,
     Trained,
     TrainOrder,
@@ -156,11 +146,12 @@ def orders(options: BenchOptions, address: str) -> list[TrainOrder]:
 def make_rows(options: BenchOptions, found: Found) -> list[dict[str, Any]]:
     """Makes the table's rows: a model's subjects together, next to plain JAX of equal remat."""
     gpu = speeds.gpu_name() if options.on_gpus else ""
+    named = {(order.name, order.label): each for order, each in found.items()}
     rows = []
     for order, each in found.items():
-        again = order.remat if order.remat == "none" else "default"
-        beside = found.get(_peer_of(order, PADDED, again))
-        torch = found.get(_peer_of(order, TORCH, "none")) if order.remat == "none" else None
+        again = order.remat != REMATS[0]
+        beside = named.get((order.name, f"{PADDED} remat default" if again else PADDED))
+        torch = None if again else named.get((order.name, TORCH))
         step = median(each.step_s)
         tokens = _tokens(order)
         flops = order.model.flops * tokens / (order.model.case.tokens * order.devices)
@@ -185,20 +176,6 @@ def make_rows(options: BenchOptions, found: Found) -> list[dict[str, Any]]:
             row["times_as_fast_as_torch"] = round(median(torch.step_s) / step, 3)
         rows.append(row)
     return rows
-
-
-def _peer_of(order: TrainOrder, subject: str, remat: str) -> TrainOrder:
-    return dataclasses.replace(
-        order,
-        subject=subject,
-        recipe=RECIPES[0],
-        capacity_factor=0.0,
-        remat=remat,
-        overlap="on",
-        spare_experts=AUTO_SPARE,
-        quantized=QUANTIZED[0],
-        precision=COMBINE_PRECISIONS[0],
-    )
 
 
 def _tokens(order: TrainOrder) -> int:
