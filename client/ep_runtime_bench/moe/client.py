@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import nullcontext
 from statistics import median
 from typing import Any
 
@@ -58,10 +58,8 @@ Loss = Callable[..., jax.Array]
 
 def measure(order: LayerOrder, told: Callable[[str], object], clock: Clock) -> Measured:
     """Builds, compiles and measures the subject; `told(stage)` returns when it may continue."""
-    with ExitStack() as opened:
-        session = None
-        if not order.is_stock:  # before JAX starts, so that connect can choose XLA's threads
-            session = opened.enter_context(ep.connect(order.address))
+    # Before JAX starts, so that connect can choose XLA's threads.
+    with nullcontext() if order.is_stock else ep.connect(order.address) as session:
         start_jax(order.devices, Member(), order.platform)
         mesh = Mesh(np.array(jax.devices(order.platform)[: order.devices]), (AXIS,))
         told(clients.READY)

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -38,10 +38,8 @@ SAVED = {
 
 def measure(order: TrainOrder, told: Callable[[str], object], clock: Clock) -> Trained:
     """Builds, compiles and trains; `told(stage)` returns when it may continue."""
-    with ExitStack() as opened:
-        session = None
-        if not order.is_stock:  # before JAX starts, so that connect can choose XLA's threads
-            session = opened.enter_context(ep.connect(order.address))
+    # Before JAX starts, so that connect can choose XLA's threads.
+    with nullcontext() if order.is_stock else ep.connect(order.address) as session:
         start_jax(order.devices, Member(), order.platform)
         devices = np.array(jax.devices(order.platform)[: order.devices])
         mesh = Mesh(devices.reshape([*order.axes.values()]), [*order.axes])
