@@ -47,21 +47,18 @@ def run(
     character, or "up", "down", "enter", "back"."""
     console = Console(no_color=env.no_color(), highlight=False)
     with _keys() as key, Live(console=console, screen=True, auto_refresh=False) as live:
+        until_s = time.monotonic() + every_s
         while True:
             size = shutil.get_terminal_size()
             live.update(_text(draw(size.columns, size.lines - 1), size.columns), refresh=True)
-            until_s = time.monotonic() + every_s
-            pressed = key(every_s)
+            pressed = key(max(0.0, until_s - time.monotonic()))
             if pressed == QUIT:
                 return
-            while pressed:
+            if pressed:
                 press(pressed)
-                size = shutil.get_terminal_size()
-                live.update(_text(draw(size.columns, size.lines - 1), size.columns), refresh=True)
-                pressed = key(max(0.0, until_s - time.monotonic()))
-                if pressed == QUIT:
-                    return
-            update()
+            else:
+                update()
+                until_s = time.monotonic() + every_s
 
 
 def _text(lines: Sequence[Line], width: int) -> Text:
