@@ -168,7 +168,7 @@ class Source:
             "ListTallies", request, "ranks", flat=_whole("now", "read_s"), group=group, age=age
         )
 
-    def events(self, after: int) -> list[dict[str, Any]]:
+    def events(self, after: int = 0) -> list[dict[str, Any]]:
         request = messages.ListEventsRequest
         return self.pages(
             "ListEvents", request, "events", flat=_whole("time"), after_sequence=after

@@ -190,7 +190,7 @@ def _members(group: Row, node: source.Source) -> list[Row]:
 
 
 def _events(node: source.Source, key: str, name: str) -> list[Row]:
-    return [event for event in node.events(0) if event[key] == name]
+    return [event for event in node.events() if event[key] == name]
 
 
 def _events_of_group(node: source.Source, group: Row) -> list[Row]:

@@ -8,6 +8,7 @@ import functools
 import importlib.metadata
 import io
 import json
+import operator
 import os
 import platform
 import re
@@ -16,7 +17,7 @@ import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ep_runtime import env, files
 from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
@@ -25,9 +26,6 @@ from ep_runtime_client import cli
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.commands import doctor
 from ep_runtime_client.cli.daemon import reading
-
-if TYPE_CHECKING:
-    from ep_runtime_client.cli.daemon import source
 
 FOLDER = "ep-runtime-dump"
 _TIMEOUT_S = 30.0
@@ -46,17 +44,8 @@ _PATTERNS = (
 )
 _NAMED = re.compile(r"""([\w.-]+)(["']?\s*[=:]\s*["']?)([^\s"',;&]+)""")
 
-# Lists of every node, and functions that read them. `ranks` and `handles` come from the boards.
-_LISTS: dict[str, Callable[[source.Source], list[dict[str, Any]]]] = {
-    "sessions": lambda daemon: daemon.sessions(),
-    "groups": lambda daemon: daemon.groups(),
-    "layers": lambda daemon: daemon.layers(),
-    "handles": lambda daemon: daemon.handles(),
-    "ranks": lambda daemon: daemon.ranks(),
-    "tallies": lambda daemon: daemon.tallies(),
-    "buffers": lambda daemon: daemon.buffers(),
-    "events": lambda daemon: daemon.events(0),
-}
+# Lists of every node, by Source's methods. `ranks` and `handles` come from the boards.
+_LISTS = ("sessions", "groups", "layers", "handles", "ranks", "tallies", "buffers", "events")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -148,9 +137,9 @@ def _of_daemon(args: argparse.Namespace, missing: dict[str, str]) -> dict[str, A
     try:
         with source.open_source(args.address, timeout_s=args.timeout) as daemon:
             parts["status"] = _kept(missing, "status", daemon.status)
-            for name, read in _LISTS.items():
-                everywhere = functools.partial(nodes.everywhere, daemon, read)
-                found = _kept(missing, name, everywhere)
+            for name in _LISTS:
+                read = operator.methodcaller(name)
+                found = _kept(missing, name, functools.partial(nodes.everywhere, daemon, read))
                 if found is not None:
                     parts[name] = {"items": found.rows, "unreachable": found.missing}
                     missing |= {f"{name} of {one['node']}": one["error"] for one in found.missing}

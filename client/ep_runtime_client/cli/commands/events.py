@@ -97,7 +97,7 @@ def _check_name(daemon: source.Source, name: str) -> None:
 
     Events may be kept after their object is gone, and an old object may have no events left.
     """
-    known = {row[key] for row in daemon.events(0) for key in ("group", "session_id")} - {""}
+    known = {row[key] for row in daemon.events() for key in ("group", "session_id")} - {""}
     known |= {row["name"] for row in daemon.groups()}
     known |= {row["session_id"] for row in daemon.sessions()}
     choosing.select("group or session", ("name",), [{"name": one} for one in known], name)

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ep_runtime_client.cli.daemon.reading import View
 from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
 
-if TYPE_CHECKING:
-    from ep_runtime_client.cli.daemon import source
-
 LATELY_S = 60.0
 
 
-def _fetch_sessions(daemon: source.Source, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Fetches sessions that live or ended lately; all of them with --all or a name."""
-    rows = daemon.sessions()
-    if args.all or args.name is not None:
-        return rows
-    return [row for row in rows if (row["since_end_s"] or 0.0) < LATELY_S]
+def _is_session_shown(row: dict[str, Any], args: argparse.Namespace) -> bool:
+    """Whether a session lives or ended lately; any is shown with --all or a name."""
+    return args.all or args.name is not None or (row["since_end_s"] or 0.0) < LATELY_S
 
 
 def _add_all(parser: argparse.ArgumentParser) -> None:
@@ -60,11 +54,10 @@ SESSIONS = View(
         Column("progress", "PROGRESS", "count", wide=True, about="last progress number it sent"),
         Column("labels", "LABELS", "names", wide=True, about="labels that connect() was given"),
     ),
-    fetch=_fetch_sessions,
+    shows=_is_session_shown,
     add_own_arguments=_add_all,
     keys=("session_id", "pid", "job"),
     identity=("session_id",),
-    empty="no sessions",
 )
 GROUPS = View(
     kind="groups",
@@ -116,10 +109,8 @@ GROUPS = View(
         Column("workspace", "WORKSPACE", wide=True, about="memory for rows of block calls"),
         Column("poison_reason", "POISON", wide=True, about="error that ends its waits"),
     ),
-    fetch=lambda daemon, args: list(daemon.groups()),
     keys=("name", "job/name"),
     identity=("uid", "job", "name"),
-    empty="no groups",
 )
 LAYERS = View(
     kind="layers",
@@ -145,10 +136,8 @@ LAYERS = View(
         Column("base_id", "ID", wide=True, about="number in records of the board"),
         Column("handle_base", "FIRST", "count", wide=True, about="record of its first handle"),
     ),
-    fetch=lambda daemon, args: list(daemon.layers()),
     keys=("name",),
     identity=("uid", "job", "group", "name"),
-    empty="no layers",
 )
 HANDLES = View(
     kind="handles",
@@ -174,10 +163,8 @@ HANDLES = View(
         Column("dropped_rows", "DROPPED", "count", wide=True, about="rows dropped, over capacity"),
         Column("rounds", "ROUNDS", "count", wide=True, about="extra chunks of its calls"),
     ),
-    fetch=lambda daemon, args: list(daemon.handles()),
     keys=("layer",),
     identity=("uid", "job", "group", "layer", "handle"),
-    empty="no handles",
 )
 BUFFERS = View(
     kind="buffers",
@@ -202,10 +189,8 @@ BUFFERS = View(
         Column("generation", "GEN", "count", wide=True, about="generation of the group"),
         Column("age_s", "AGE", "seconds", wide=True, about="time since it was allocated"),
     ),
-    fetch=lambda daemon, args: list(daemon.buffers()),
     keys=("buffer_id", "group", "owner"),
     identity=("buffer_id",),
-    empty="no buffers",
 )
 
 VIEWS = {view.kind: view for view in (SESSIONS, GROUPS, LAYERS, HANDLES, BUFFERS)}

@@ -93,24 +93,26 @@ class View:
     """A listing command.
 
     Attributes:
-        kind: plural noun; the command's name, and `kind` of the JSON document.
+        kind: plural noun; the command's name, Source's method, and `kind` of the JSON document.
         noun: singular noun for the object called NAME.
         columns: columns of the table.
-        fetch: returns the rows, each a dict of plain values.
         keys: keys of a row that the optional NAME is compared with; the first is its name.
         identity: keys whose values together name one row of a node.
-        empty: text of a table without rows.
+        shows: whether the options ask for a row.
         add_own_arguments: adds options that only this command has.
     """
 
     kind: str
     noun: str
     columns: Sequence[tables.Column]
-    fetch: Callable[[source.Source, argparse.Namespace], list[dict[str, Any]]]
     keys: tuple[str, ...]
     identity: tuple[str, ...]
-    empty: str
+    shows: Callable[[dict[str, Any], argparse.Namespace], bool] = lambda row, args: True
     add_own_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+
+    def fetch(self, daemon: source.Source, args: argparse.Namespace) -> list[dict[str, Any]]:
+        """Returns the rows, each a dict of plain values."""
+        return [row for row in getattr(daemon, self.kind)() if self.shows(row, args)]
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
@@ -272,7 +274,7 @@ def _write_list(args: argparse.Namespace, view: View) -> Callable[[nodes.Found],
                 _with_node(view, found.rows),
                 found.rows,
                 wide=args.output == "wide",
-                empty="" if args.no_headers else view.empty,
+                empty="" if args.no_headers else f"no {view.kind}",
                 headers=not args.no_headers,
             )
 
