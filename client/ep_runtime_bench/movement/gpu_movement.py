@@ -11,8 +11,8 @@ in its busier direction. The ceiling is a kernel that only copies these rows, on
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import operator
 from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
@@ -115,7 +115,8 @@ class _Table:
             "network_least_bytes": sample.network_least * self._options.row_bytes_on_gpus,
         }
         for name, subject in (("xla", "xla"), ("plain", PLAIN)):
-            row[f"ratio_to_{name}"] = self._ratio_to(subject, sample, p50)
+            us = self._us_of(subject, sample)
+            row[f"ratio_to_{name}"] = None if us is None else round(us / p50, 2)
         return row
 
     def _kernel_us(self, sample: DeviceSample) -> float:
@@ -146,32 +147,18 @@ class _Table:
 
     def _ratio_to_ceiling(self, sample: DeviceSample, p50: float) -> float | None:
         """Returns the ratio of bytes per second to the ceiling with the same blocks and routing."""
-        peers = (CEILING, PLAIN, "nccl", "xla")
-        if sample.op not in ("dispatch", "combine") or sample.subject in peers:
+        if sample.op not in ("dispatch", "combine") or sample.subject in (PLAIN, "nccl", "xla"):
             return None
-        for other in self._samples:
-            wanted = dataclasses.replace(sample, precision=other.precision)
-            if other.subject == CEILING and _case(other) == _case(wanted):
-                factor = bytes_of(self._options, sample) / self._options.row_bytes_on_gpus
-                return round(self._kernel_us(other) * factor / p50, 3)
-        return None
+        us = self._us_of(CEILING, sample, "sms")
+        factor = bytes_of(self._options, sample) / self._options.row_bytes_on_gpus
+        return None if us is None else round(us * factor / p50, 3)
 
-    def _ratio_to(self, subject: str, sample: DeviceSample, p50: float) -> float | None:
-        """Returns the ratio of `subject`'s time to this sample's for the same op."""
-        for other in self._samples:
-            same = (other.op, other.tokens, other.routing) == (
-                sample.op,
-                sample.tokens,
-                sample.routing,
-            )
-            if same and other.subject == subject and sample.subject != CEILING:
-                return round(self._kernel_us(other) / p50, 2)
-        return None
-
-
-def _case(sample: DeviceSample) -> tuple[Any, ...]:
-    s = sample
-    return (s.op, s.tokens, s.routing, s.precision, s.sms)
+    def _us_of(self, subject: str, sample: DeviceSample, *more: str) -> float | None:
+        """Returns `subject`'s kernel time with the sample's op, tokens, routing and `more`."""
+        case = operator.attrgetter("op", "tokens", "routing", *more)
+        alike = (each for each in self._samples if case(each) == case(sample))
+        found = (self._kernel_us(each) for each in alike if each.subject == subject)
+        return None if sample.subject == CEILING else next(found, None)
 
 
 def bytes_of(options: BenchOptions, sample: DeviceSample) -> int:
