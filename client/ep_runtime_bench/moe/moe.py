@@ -138,9 +138,9 @@ def _case_rows(options: BenchOptions, found: Found, case: str) -> Iterator[dict[
         plain = subjects.get(alike.label)
         for step in reversed(measured.steps):  # the last step is the one without remat
             p50 = median(step.step_s)
-            memory = None
-            if step.peak_bytes is not None:
-                memory = step.peak_bytes + measured.window_bytes
+            peak, windows = step.peak_bytes, measured.window_bytes
+            memory = None if peak is None else peak + windows
+            whole = step.planned_bytes + windows if memory is None else memory
             yield {
                 "case": case,
                 "subject": f"{subject} {step.variant}".strip(),
@@ -157,18 +157,12 @@ def _case_rows(options: BenchOptions, found: Found, case: str) -> Iterator[dict[
                 **_ratios(step, memory, beside),
                 "time_to_plain": _to_plain(order, step, plain),
                 "memory_bytes": memory,
-                "layer_bytes": _layer_bytes(measured, step),
+                "layer_bytes": whole - measured.given_bytes,
                 "estimated_bytes": measured.estimated_bytes,
                 "dropped": measured.dropped,
-                "window_bytes": measured.window_bytes,
+                "window_bytes": windows,
                 "planned_bytes": step.planned_bytes,
             }
-
-
-def _layer_bytes(measured: Measured, step: Step) -> int:
-    """Returns the bytes of a step without operands and their gradients."""
-    whole = step.planned_bytes if step.peak_bytes is None else step.peak_bytes
-    return whole + measured.window_bytes - measured.given_bytes
 
 
 def _to_plain(order: LayerOrder, step: Step, plain: Measured | None) -> float | None:

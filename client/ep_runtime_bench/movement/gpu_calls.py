@@ -321,7 +321,9 @@ class _Case:
         if self._plain and name == self.bench.options.routing[0]:
             self._add("dispatch", PLAIN, name, self._kernel_us(PLAIN, given))
         for op in self._ceilings:
-            self.bench.blocks[op, self.sms] = self._count_blocks(op, given)
+            counted = self._run(f"blocks {op}")(_only(given, CEILING))
+            blocks = int(np.asarray(counted.addressable_shards[0].data)[0])
+            self.bench.blocks[op, self.sms] = blocks
             self._add(op, CEILING, name, self._kernel_us(f"{CEILING} {op}", given))
         for op in self._wanted():
             measure = functools.partial(self._measure_op, op, name, given)
@@ -349,10 +351,6 @@ class _Case:
     def _kernel_us(self, name: str, given: Operands) -> list[float]:
         operands = _only(given, name.split()[0]) | {"idx": given["idx"]}
         return self.bench.device_us(self._run(f"{name} chain"), operands, self._repeats)
-
-    def _count_blocks(self, op: str, given: Operands) -> int:
-        found = self._run(f"blocks {op}")(_only(given, CEILING))
-        return int(np.asarray(found.addressable_shards[0].data)[0])
 
     def _add(
         self,
