@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -202,10 +203,6 @@ def _flat_group(row: dict[str, Any]) -> dict[str, Any]:
     group = row["group"]
     spec = group["spec"]
     axes = {axis["name"]: axis["size"] for axis in spec["mesh_axes"]}
-    world_size = len(group["members"])
-    ep_size = 1
-    for axis in spec["ep_axis"]:
-        ep_size *= axes.get(axis, 1)
     pids = sorted({member["pid"] for member in group["members"] if member["pid"]})
     gpus = {gpu.pop("world_rank"): gpu for gpu in row["gpus"]}
     devices = dict.fromkeys(_gpu(**gpu) for gpu in gpus.values())
@@ -218,8 +215,8 @@ def _flat_group(row: dict[str, Any]) -> dict[str, Any]:
         "name": spec["name"],
         **about,
         "age_s": row["age_s"],
-        "world_size": world_size,
-        "ep_size": ep_size,
+        "world_size": len(group["members"]),
+        "ep_size": math.prod(axes.get(axis, 1) for axis in spec["ep_axis"]),
         "mesh_axes": axes,
         "pids": pids,
         "devices": [*devices],
