@@ -1,8 +1,9 @@
-"""Runs one Case through the ops and through the reference."""
+"""Runs one Case through the ops and through the reference, and compares them."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import cases
@@ -17,6 +18,10 @@ import ep_runtime as ep
 from ep_runtime import device_layout
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client.base.layers import EpLayer
+
+# In a group over nodes, the plan's other arrays describe how rows travel between nodes.
+SAME_OVER_NODES = ("dst_rank", "dst_row", "kept", "group_sizes", "num_recv")
+TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-2, "float16": 6e-3, "float64": 1e-12}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +79,16 @@ def inputs_of(case: cases.Case, group: GroupSpec, capacity: int, seed: int = 0) 
     )
 
 
-def placed(inputs: Inputs, case: cases.Case, group: fakes.LocalGroup) -> Inputs:
-    """The inputs as arrays on the mesh, laid out as the case says."""
+def placed(inputs: Inputs, case: cases.Case, group: fakes.LocalGroup | ep.Group) -> Inputs:
+    """The inputs as arrays on the mesh, laid out as the case says; a process makes its shards."""
     axes = axes_of(case, group.spec)
     token_spec = PartitionSpec(*(names or None for names in axes))
 
     def put(array: Any, spec: PartitionSpec) -> Any:
-        return None if array is None else jax.device_put(array, NamedSharding(group.mesh, spec))
+        if array is None:
+            return None
+        sharding = NamedSharding(group.mesh, spec)
+        return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
 
     slab_spec = PartitionSpec(group.spec.token_axes)
     return Inputs(
@@ -202,3 +210,51 @@ def run_reference(
         "d_tokens": _from_slabs(grads[0], lead, axes, group),
         "d_weights": _from_slabs(grads[1], lead, axes, group) if case.weighted else None,
     }
+
+
+def run_case(
+    case: cases.Case,
+    group: fakes.LocalGroup | ep.Group,
+    of_dtype: Mapping[str, float] = TOLERANCE,
+    *,
+    summed: bool = True,
+) -> dict[str, Any]:
+    """Runs the case in the group, compares this process's shards, and returns the ops' results.
+
+    Integers and rows must be equal, sums within the tolerance of their dtype.
+    """
+    layer = group.register_layer("moe", top_k=case.top_k)
+    capacity = capacity_of(case, layer)
+    inputs = inputs_of(case, group.spec, capacity)
+    got = run_ops(layer, case, placed(inputs, case, group), summed=summed)
+    # The reference unrolls ranks and slots: with many, compiling takes longer than running.
+    unrolled = jax.disable_jit(case.top_k > 8)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]), unrolled:
+        want = run_reference(case, group.spec, inputs, capacity)
+    for name in SAME_OVER_NODES if group.spec.node_size else want["plan"]:
+        for _, mine, wanted in _shards(got["plan"][name], want["plan"][name]):
+            np.testing.assert_array_equal(mine, wanted, err_msg=f"{case.name}: {name}")
+    for index, mine, wanted in _shards(got["rows"], want["rows"]):
+        zone = want["in_zone"][index[:2]]
+        np.testing.assert_array_equal(mine[zone], wanted[zone], err_msg=f"{case.name}: rows")
+    for _, mine, wanted in _shards(got["row_weights"], want["row_weights"]):
+        np.testing.assert_array_equal(mine, wanted, err_msg=f"{case.name}: row weights")
+    tolerance = case.tolerance(of_dtype)
+    for name in ("out", "d_tokens", "d_weights") if case.weighted else ("out", "d_tokens"):
+        for _, mine, wanted in _shards(got[name], want[name]):
+            np.testing.assert_allclose(
+                mine.astype(np.float64),
+                wanted.astype(np.float64),
+                rtol=tolerance,
+                atol=tolerance * (case.hidden**0.5 if name == "d_weights" else case.top_k),
+                err_msg=f"{case.name}: {name}",
+            )
+    return got
+
+
+def _shards(got: jax.Array, want: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Yields this process's shards of an array: (index, values, wanted values)."""
+    want = np.asarray(want)
+    assert got.shape == want.shape
+    for shard in got.addressable_shards:
+        yield shard.index, np.asarray(shard.data), want[shard.index]

@@ -42,27 +42,7 @@ def test_movement_on_gpus_equals_the_reference(
 ) -> None:
     case = fitted(case, len(gpus))
     group = group_of(session, case, gpus)
-    layer = group.register_layer("moe", top_k=case.top_k)
-    capacity = movement.capacity_of(case, layer)
-    inputs = movement.inputs_of(case, group.spec, capacity)
-    got = movement.run_ops(layer, case, movement.placed(inputs, case, group))
-    with jax.default_device(jax.devices("cpu")[0]):
-        want = movement.run_reference(case, group.spec, inputs, capacity)
-    for name, array in want["plan"].items():
-        np.testing.assert_array_equal(got["plan"][name], array, err_msg=name)
-    zone = want["in_zone"]
-    np.testing.assert_array_equal(np.asarray(got["rows"])[zone], np.asarray(want["rows"])[zone])
-    np.testing.assert_array_equal(got["row_weights"], want["row_weights"])
-    for name in ("out", "d_tokens", "d_weights"):
-        if want[name] is not None:
-            tolerance = case.tolerance(TOLERANCE)
-            np.testing.assert_allclose(
-                np.asarray(got[name], np.float64),
-                np.asarray(want[name], np.float64),
-                rtol=tolerance,
-                atol=tolerance * case.hidden,
-                err_msg=name,
-            )
+    movement.run_case(case, group, TOLERANCE)
     group.check()
 
 

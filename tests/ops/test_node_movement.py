@@ -13,7 +13,7 @@ import movement
 import numpy as np
 import pytest
 from fakes import MakeGroup
-from test_token_movement import SHARED, check_case
+from test_token_movement import check_case
 
 import ep_runtime as ep
 from ep_runtime import board, board_records, device_layout
@@ -63,7 +63,7 @@ def test_slabs_are_those_of_one_node_bit_for_bit(
     )
     one = run(make_group, case, transport="memfd")
     got = run(make_group, case, transport="memfd", node_size=node_size)
-    for name in SHARED:
+    for name in movement.SAME_OVER_NODES:
         np.testing.assert_array_equal(got["plan"][name], one["plan"][name], err_msg=name)
     for slab, used in enumerate(np.asarray(one["plan"]["group_sizes"]).sum(1)):
         np.testing.assert_array_equal(got["rows"][slab, :used], one["rows"][slab, :used])
