@@ -38,7 +38,8 @@ AGAIN:
 MARK_AT = 1 << 12  # the window after the word that is written
 
 
-def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls the driver; returns its result, or None. Raises AssertionError if it fails."""
     from cuda.bindings import driver
 
     result, *values = function(*arguments)
@@ -50,12 +51,12 @@ def open_gpu(state: dict[str, Any], ordinal: int) -> None:
     """A context on the GPU, current in this process, and a kernel."""
     from cuda.bindings import driver
 
-    _call(driver.cuInit, 0)
-    state["device"] = _call(driver.cuDeviceGet, ordinal)
-    _call(driver.cuCtxSetCurrent, _call(driver.cuDevicePrimaryCtxRetain, state["device"]))
-    state["module"] = _call(driver.cuModuleLoadData, _PTX)
-    state["spin"] = _call(driver.cuModuleGetFunction, state["module"], b"spin")
-    state["clock_word"] = _call(driver.cuMemAlloc, 8)
+    call(driver.cuInit, 0)
+    state["device"] = call(driver.cuDeviceGet, ordinal)
+    call(driver.cuCtxSetCurrent, call(driver.cuDevicePrimaryCtxRetain, state["device"]))
+    state["module"] = call(driver.cuModuleLoadData, _PTX)
+    state["spin"] = call(driver.cuModuleGetFunction, state["module"], b"spin")
+    state["clock_word"] = call(driver.cuMemAlloc, 8)
 
 
 def map_window(state: dict[str, Any]) -> int:
@@ -64,17 +65,17 @@ def map_window(state: dict[str, Any]) -> int:
 
     (item, fd) = state["fds"][-1]
     kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-    handle = _call(driver.cuMemImportFromShareableHandle, fd, kind)
+    handle = call(driver.cuMemImportFromShareableHandle, fd, kind)
     flags = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-    properties = _call(driver.cuMemGetAllocationPropertiesFromHandle, handle)
-    size = align_up(int(item.bytes), _call(driver.cuMemGetAllocationGranularity, properties, flags))
-    address = _call(driver.cuMemAddressReserve, size, 0, 0, 0)
-    _call(driver.cuMemMap, address, size, 0, handle, 0)
+    properties = call(driver.cuMemGetAllocationPropertiesFromHandle, handle)
+    size = align_up(int(item.bytes), call(driver.cuMemGetAllocationGranularity, properties, flags))
+    address = call(driver.cuMemAddressReserve, size, 0, 0, 0)
+    call(driver.cuMemMap, address, size, 0, handle, 0)
     access = driver.CUmemAccessDesc()
     access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     access.location.id = int(state["device"])
     access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    _call(driver.cuMemSetAccess, address, size, [access], 1)
+    call(driver.cuMemSetAccess, address, size, [access], 1)
     state["window"] = (handle, address, size)
     return size
 
@@ -84,9 +85,9 @@ def unmap_window(state: dict[str, Any]) -> None:
     from cuda.bindings import driver
 
     handle, address, size = state.pop("window")
-    _call(driver.cuMemUnmap, address, size)
-    _call(driver.cuMemAddressFree, address, size)
-    _call(driver.cuMemRelease, handle)
+    call(driver.cuMemUnmap, address, size)
+    call(driver.cuMemAddressFree, address, size)
+    call(driver.cuMemRelease, handle)
 
 
 def fill(state: dict[str, Any], value: int) -> None:
@@ -94,8 +95,8 @@ def fill(state: dict[str, Any], value: int) -> None:
     from cuda.bindings import driver
 
     _, address, size = state["window"]
-    _call(driver.cuMemsetD8, address, value, size)
-    _call(driver.cuCtxSynchronize)
+    call(driver.cuMemsetD8, address, value, size)
+    call(driver.cuCtxSynchronize)
 
 
 def holds(state: dict[str, Any], value: int) -> bool:
@@ -106,7 +107,7 @@ def holds(state: dict[str, Any], value: int) -> bool:
     host = np.empty(min(size - MARK_AT, 64 << 20), np.uint8)
     for start in range(MARK_AT, size, host.nbytes):
         count = min(host.nbytes, size - start)
-        _call(driver.cuMemcpyDtoH, host.ctypes.data, int(address) + start, count)
+        call(driver.cuMemcpyDtoH, host.ctypes.data, int(address) + start, count)
         if not (host[:count] == value).all():
             return False
     return True
@@ -118,7 +119,7 @@ def _launch(state: dict[str, Any], address: int, lasting_s: float) -> None:
     values = np.array([int(address)], np.uint64), np.array([int(lasting_s * 1e9)], np.uint64)
     pointers = np.array([value.ctypes.data for value in values], np.uint64)
     one = (1, 1, 1)
-    _call(driver.cuLaunchKernel, state["spin"], *one, *one, 0, 0, pointers.ctypes.data, 0)
+    call(driver.cuLaunchKernel, state["spin"], *one, *one, 0, 0, pointers.ctypes.data, 0)
 
 
 def spin(state: dict[str, Any], lasting_s: float) -> None:
@@ -135,7 +136,7 @@ def _read_word(address: int) -> int:
     from cuda.bindings import driver
 
     host = np.empty(1, np.uint64)
-    _call(driver.cuMemcpyDtoH, host.ctypes.data, address, 8)
+    call(driver.cuMemcpyDtoH, host.ctypes.data, address, 8)
     return int(host[0])
 
 
@@ -147,7 +148,7 @@ def clock_offset_ns(state: dict[str, Any]) -> int:
     for _ in range(10):
         before = time.monotonic_ns()
         _launch(state, int(state["clock_word"]), 0.0)
-        _call(driver.cuCtxSynchronize)
+        call(driver.cuCtxSynchronize)
         after = time.monotonic_ns()
         found = _read_word(int(state["clock_word"])) - (before + after) // 2
         if best is None or after - before < best[0]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ import block_ways
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gpu.jobs import gpu_memory
+from gpu.jobs.gpu_memory import call
 from gpu.jobs.layouts import COUNT, TRANSPORT, TRIAL
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -204,30 +207,13 @@ def _device_bytes(fd: int, size: int) -> bytes:
     """Maps memory that the daemon made on a GPU for a moment; returns its first bytes."""
     from cuda.bindings import driver
 
-    def call(function: Callable[..., Any], *arguments: Any) -> Any:
-        result, *values = function(*arguments)
-        assert result == driver.CUresult.CUDA_SUCCESS, f"{function.__name__}: {result.name}"
-        return values[0] if values else None
-
     device = call(driver.cuDeviceGet, jax.local_devices()[0].local_hardware_id)
     call(driver.cuCtxPushCurrent, call(driver.cuDevicePrimaryCtxRetain, device))
-    handle_type = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-    handle = call(driver.cuMemImportFromShareableHandle, fd, handle_type)
-    flags = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-    properties = call(driver.cuMemGetAllocationPropertiesFromHandle, handle)
-    whole = call(driver.cuMemGetAllocationGranularity, properties, flags)
-    assert size <= whole
-    address = call(driver.cuMemAddressReserve, whole, 0, 0, 0)
-    call(driver.cuMemMap, address, whole, 0, handle, 0)
-    access = driver.CUmemAccessDesc()
-    access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    access.location.id = int(device)
-    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    call(driver.cuMemSetAccess, address, whole, [access], 1)
+    window = types.SimpleNamespace(bytes=size)
+    state: dict[str, Any] = {"device": device, "fds": [(window, fd)]}
+    gpu_memory.map_window(state)
     host = np.empty(size, np.uint8)
-    call(driver.cuMemcpyDtoH, host.ctypes.data, address, size)
-    call(driver.cuMemUnmap, address, whole)
-    call(driver.cuMemAddressFree, address, whole)
-    call(driver.cuMemRelease, handle)
+    call(driver.cuMemcpyDtoH, host.ctypes.data, state["window"][1], size)
+    gpu_memory.unmap_window(state)
     call(driver.cuCtxPopCurrent)
     return host.tobytes()
