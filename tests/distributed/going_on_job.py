@@ -69,6 +69,11 @@ def layout(mesh: Mesh, experts: PartitionSpec) -> dict[str, NamedSharding]:
     )
 
 
+def mesh_of(generation: ep.distributed.Generation) -> Mesh:
+    sizes = {"num_experts": EXPERTS, "batch": ROWS}
+    return ep.distributed.fit_mesh(generation.devices, {"ep": None}, **sizes).mesh
+
+
 def build(session: ep.Session, mesh: Mesh, number: int) -> Callable[..., Any]:
     """Makes a step (state, number) -> (loss, next state)."""
     group = session.create_group(
@@ -120,9 +125,7 @@ def train(say: Callable[..., None], hear: Callable[[], Any]) -> None:
     with log.open("a", buffering=1) as losses:
         for generation in ep.distributed.generations(stuck_after_s=stuck_after_s):
             with generation:
-                mesh = ep.distributed.fit_mesh(
-                    generation.devices, {"ep": None}, num_experts=EXPERTS, batch=ROWS
-                ).mesh
+                mesh = mesh_of(generation)
                 split = layout(mesh, PartitionSpec("ep"))
                 step = build(session, mesh, generation.number)
                 if kept.committed is None:
@@ -170,9 +173,7 @@ def replay(say: Callable[..., None], hear: Callable[[], Any]) -> None:
     session = ep.connect("node", on_loss="continue", timeout_s=60)
     for generation in ep.distributed.generations():
         with generation:
-            mesh = ep.distributed.fit_mesh(
-                generation.devices, {"ep": None}, num_experts=EXPERTS, batch=ROWS
-            ).mesh
+            mesh = mesh_of(generation)
             step, split = build(session, mesh, 0), layout(mesh, PartitionSpec("ep"))
             gathered = jax.jit(lambda x: x, out_shardings=layout(mesh, PartitionSpec()))
             found: dict[str, list[str]] = {}
@@ -199,9 +200,7 @@ def run(say: Callable[..., None], hear: Callable[[], Any]) -> None:
     for generation in ep.distributed.generations():
         losses.clear()
         with generation:
-            mesh = ep.distributed.fit_mesh(
-                generation.devices, {"ep": None}, num_experts=EXPERTS, batch=ROWS
-            ).mesh
+            mesh = mesh_of(generation)
             last = generation.number >= LAST or before is not None
             if not mesh.local_devices:
                 say(idle=True)
@@ -213,9 +212,8 @@ def run(say: Callable[..., None], hear: Callable[[], Any]) -> None:
                     np.savez(os.environ["TEST_TO"], number=number, **state)
                 number, state = kept.restore(abstract(split))
             elif before is not None:
-                with np.load(before) as saved:
-                    number = int(saved["number"])
-                    state = put({name: saved[name] for name in whole}, split)
+                number, saved = _saved(before)
+                state = put(saved, split)
             else:
                 number, state = 0, put(first_state(), split)
             if os.environ.get("TEST_DIES") == f"{jax.process_index()} in {generation.number}":

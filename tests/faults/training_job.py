@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from cases import SMALL
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
@@ -35,18 +36,8 @@ def train(
     with ep.connect() as session, ep.translate_errors():
         connected = time.monotonic()
         mesh = Mesh(np.array(jax.devices()), ("ep",))
-        group = session.create_group(
-            "training",
-            mesh,
-            ep_axis="ep",
-            num_experts=EXPERTS,
-            hidden_size=hidden,
-            max_tokens_per_rank=tokens,
-            max_top_k=2,
-            alignment=8,
-            max_token_dtype="float32",
-            **settings,
-        )
+        sizes = {"hidden_size": hidden, "max_tokens_per_rank": tokens, "max_token_dtype": "float32"}
+        group = session.create_group("training", mesh, **SMALL | sizes | settings)
         formed = time.monotonic()
         layers = [group.register_layer(f"moe/{i}", top_k=2) for i in range(2)]
 
