@@ -40,6 +40,13 @@ class Layer:
 
 V3 = {"experts": "n_routed_experts"}
 V4_SIZES = {"num_hidden_layers": 2, "vocab_size": 8, "num_hash_layers": 1}
+V4 = Layer(
+    "deepseek_v4",
+    "DeepseekV4SparseMoeBlock",
+    "DeepseekV4Config",
+    more={**V4_SIZES, "mlp_layer_types": ["hash_moe", "moe"]},
+    **V3,
+)
 
 LAYERS: dict[str, Layer] = {
     "Mixtral": Layer(
@@ -69,22 +76,8 @@ LAYERS: dict[str, Layer] = {
     "GLM-4.5": Layer("glm4_moe", "Glm4MoeMoE", "Glm4MoeConfig", **V3),
     "MiMo-V2": Layer("mimo_v2_flash", "MiMoV2FlashMoE", "MiMoV2FlashConfig", **V3),
     "dots1": Layer("dots1", "Dots1MoE", "Dots1Config", more={"n_shared_experts": 1}, **V3),
-    "DeepSeek-V4": Layer(
-        "deepseek_v4",
-        "DeepseekV4SparseMoeBlock",
-        "DeepseekV4Config",
-        more={**V4_SIZES, "mlp_layer_types": ["hash_moe", "moe"]},
-        arguments=(1,),
-        **V3,
-    ),
-    "DeepSeek-V4's hashed layers": Layer(
-        "deepseek_v4",
-        "DeepseekV4SparseMoeBlock",
-        "DeepseekV4Config",
-        more={**V4_SIZES, "mlp_layer_types": ["hash_moe", "moe"]},
-        arguments=(0,),
-        **V3,
-    ),
+    "DeepSeek-V4": dataclasses.replace(V4, arguments=(1,)),
+    "DeepSeek-V4's hashed layers": dataclasses.replace(V4, arguments=(0,)),
     "MiniMax-M2": Layer(
         "minimax_m2", "MiniMaxM2SparseMoeBlock", "MiniMaxM2Config", inner="intermediate_size"
     ),
