@@ -147,10 +147,6 @@ def _check_devices(options: BenchOptions) -> None:
         )
 
 
-def _module(name: str, options: BenchOptions) -> str:
-    return _MODULES[name].format("gpu" if options.on_gpus else "cpu")
-
-
 def run(args: argparse.Namespace) -> int:
     """Runs the chosen benches and writes their tables, or one JSON document.
 
@@ -158,7 +154,8 @@ def run(args: argparse.Namespace) -> int:
     """
     options = make_options(args)
     _check_devices(options)
-    modules = dict.fromkeys(_module(name, options) for name in options.benches)
+    kind = "gpu" if options.on_gpus else "cpu"
+    modules = dict.fromkeys(_MODULES[name].format(kind) for name in options.benches)
     saving = Saving(args.save, options) if args.save else None
     reports: dict[str, BenchReport] = {}
     body: dict[str, Any] = {"cpus": len(os.sched_getaffinity(0)), "options": options.to_dict()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -83,16 +83,6 @@ def _groups(options: BenchOptions) -> Iterator[tuple[str, str]]:
             yield transport, "fast"
         else:
             yield from ((transport, precision) for precision in options.precision)
-
-
-def _may_fail(bench: Bench, name: str, measure: Callable[[], None]) -> None:
-    """Runs a measurement of a peer; if XLA cannot run it, only our figures are reported."""
-    try:
-        measure()
-    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
-        if bench.options.processes > 1:
-            raise  # the other processes may be in a collective
-        render.err(f"no figures of {name}: {error}")
 
 
 class _Round:
@@ -309,7 +299,8 @@ class _Case:
             "dst_row": bench.put(dst_row),
         }
         if self._plain:
-            given["blocks"] = _network_blocks(bench, self.tokens)
+            blank = functools.partial(jnp.zeros, _network_shape(bench, self.tokens), options.dtype)
+            given["blocks"] = jax.jit(blank, out_shardings=bench.spread)()
         given["plan"] = tuple(self._run("prepare")(_only(given, "prepare")))
         given["rows"] = self._run("dispatch")(_only(given, "dispatch"))
         return given
@@ -326,11 +317,13 @@ class _Case:
             self.bench.blocks[op, self.sms] = blocks
             self._add(op, CEILING, name, self._kernel_us(f"{CEILING} {op}", given))
         for op in self._wanted():
-            measure = functools.partial(self._measure_op, op, name, given)
-            if self._slow:
-                _may_fail(self.bench, f"{op} on {self._transport}", measure)
-            else:
-                measure()
+            try:
+                self._measure_op(op, name, given)
+            except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+                # Report ours without a peer's, unless other processes may be in a collective.
+                if not self._slow or self.bench.options.processes > 1:
+                    raise
+                render.err(f"no figures of {op} on {self._transport}: {error}")
         # A failed call ends at once and leaves NaN, so its time would look good.
         self.layer.group.check()
 
@@ -377,12 +370,6 @@ def _network_shape(bench: Bench, tokens: int) -> tuple[int, int, int]:
     idx = bench.idx(tokens, options.routing[0])
     remote = routing.traffic(idx, ranks, options.num_experts).remote_rows_per_rank
     return ranks * ranks, max(1, -(-round(remote) // max(ranks - 1, 1))), options.hidden
-
-
-def _network_blocks(bench: Bench, tokens: int) -> jax.Array:
-    """Makes the blocks of NCCL's all-to-all on the devices."""
-    shape, dtype = _network_shape(bench, tokens), bench.options.dtype
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=bench.spread)()
 
 
 def _network_rows(bench: Bench, call: Call, given: Operands) -> tuple[int, int]:
