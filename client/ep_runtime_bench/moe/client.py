@@ -58,7 +58,7 @@ Loss = Callable[..., jax.Array]
 
 def measure(order: LayerOrder, told: Callable[[str], object], clock: Clock) -> Measured:
     """Builds, compiles and measures the subject; `told(stage)` returns when it may continue."""
-    # Before JAX starts, so that connect can choose XLA's threads.
+    # Connect before JAX starts, because connect chooses XLA's threads.
     with nullcontext() if order.is_stock else ep.connect(order.address) as session:
         start_jax(order.devices, Member(), order.platform)
         mesh = Mesh(np.array(jax.devices(order.platform)[: order.devices]), (AXIS,))

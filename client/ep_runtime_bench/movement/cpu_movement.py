@@ -89,7 +89,7 @@ def measured(options: BenchOptions, kind: type[_Sample]) -> Sequence[_Sample]:
 
 
 def slowest(found: Iterable[Sequence[_Sample]]) -> list[_Sample]:
-    """Returns one sample per call, with the times, its lists, of the slowest process."""
+    """Returns one sample per call; each item of its lists is the largest of all processes."""
     samples = []
     for same in zip(*found, strict=True):
         times = {

@@ -38,7 +38,7 @@ SAVED = {
 
 def measure(order: TrainOrder, told: Callable[[str], object], clock: Clock) -> Trained:
     """Builds, compiles and trains; `told(stage)` returns when it may continue."""
-    # Before JAX starts, so that connect can choose XLA's threads.
+    # Connect before JAX starts, because connect chooses XLA's threads.
     with nullcontext() if order.is_stock else ep.connect(order.address) as session:
         start_jax(order.devices, Member(), order.platform)
         devices = np.array(jax.devices(order.platform)[: order.devices])
