@@ -83,9 +83,7 @@ def table(daemon: source.Source, status: Mapping[str, Any]) -> Found:
                 "daemon": row.get("state"),
                 "num_late": len(row["late_ranks"]) if row else None,
                 "num_silent": len(row["silent_processes"]) if row else None,
-                "num_sessions": row.get("num_sessions"),
-                "num_groups": row.get("num_groups"),
-                "num_layers": row.get("num_layers"),
+                **{key: row.get(key) for key in ("num_sessions", "num_groups", "num_layers")},
                 "error": without["error"] if without else node.get("why", ""),
             }
         )
