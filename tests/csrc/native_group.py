@@ -12,21 +12,12 @@ from jax.sharding import Mesh, PartitionSpec
 from native_memory import Memory, make_spec, open_group
 
 from ep_runtime import board, layer_specs, native, native_abi
+from ep_runtime_client.ops.calls.plan import PlanArrays
 from ep_runtime_client.ops.kernels.ffi import ensure_registered
 
 _names = itertools.count()
 FINGERPRINT = 12345
-PLAN_NAMES = (
-    "dst_rank",
-    "dst_row",
-    "recv_count",
-    "staged_start",
-    "staged_row",
-    "staged_slot",
-    "kept",
-    "group_sizes",
-    "num_recv",
-)
+PLAN_NAMES = PlanArrays._fields
 
 
 class NativeGroup:
