@@ -132,13 +132,10 @@ class _Sender:
         return True
 
 
-def fuzz_packets(directory: Path, numbers: random.Random, inputs: int) -> Answers:
-    sender = _Sender(directory, numbers, with_fds=False)
-    sender.send_all(inputs)
-    return sender.answers
-
-
-def fuzz_packets_with_descriptors(directory: Path, numbers: random.Random, inputs: int) -> Answers:
-    sender = _Sender(directory, numbers, with_fds=True)
+def fuzz_packets(
+    directory: Path, numbers: random.Random, inputs: int, *, with_fds: bool = False
+) -> Answers:
+    """Sends packets to fd.sock, most of them with descriptors if `with_fds`."""
+    sender = _Sender(directory, numbers, with_fds=with_fds)
     sender.send_all(inputs)
     return sender.answers

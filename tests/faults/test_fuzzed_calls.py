@@ -107,7 +107,7 @@ def test_any_bytes_instead_of_a_handshake_are_survived(tls_daemon, dose):
     ("fuzz", "well"),
     [
         (fuzz_packets.fuzz_packets, "welcome"),
-        (fuzz_packets.fuzz_packets_with_descriptors, "windows_returned"),
+        (functools.partial(fuzz_packets.fuzz_packets, with_fds=True), "windows_returned"),
     ],
     ids=["alone", "with_descriptors"],
 )
