@@ -39,9 +39,13 @@ def run(args: argparse.Namespace) -> int:
     with source.open_source(args.address, timeout_s=args.timeout) as daemon:
         seen = board_samples.begin(args, daemon)
         links = rows.Links(args.link)
-        now = args.samples is None and args.since is None
-        if now and args.output == "table" and _draw(seen, links, args.interval):
-            return seen.exit_code
+        if args.samples is None and args.since is None and args.output == "table":
+            from ep_runtime_client.cli.ranks import screen
+
+            if screen.possible():
+                shown = screen.Screen(seen, links)
+                screen.run(shown.lines, shown.press, seen.again, args.interval)
+                return seen.exit_code
         for _ in range(args.samples or 1):
             seen.wait()
             if args.output == "json":
@@ -50,17 +54,6 @@ def run(args: argparse.Namespace) -> int:
             else:
                 _write_tables(args, seen, links)
         return seen.exit_code
-
-
-def _draw(seen: board_samples.BoardSamples, links: rows.Links, every_s: float) -> bool:
-    """Draws a live screen until the user presses `q`; returns False without a terminal."""
-    from ep_runtime_client.cli.ranks import screen
-
-    possible = screen.possible()
-    if possible:
-        shown = screen.Screen(seen, links)
-        screen.run(shown.lines, shown.press, seen.again, every_s)
-    return possible
 
 
 def _write_tables(
