@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import threading
-import time
 
 import pytest
 from harness import FakeClock, eventually
@@ -82,7 +81,6 @@ def test_what_callers_do_to_themselves_inside_grpc_is_no_failure() -> None:
 
 
 PIPE_BYTES = 4096
-MOST_S = 1.0  # for an answer
 
 
 @pytest.fixture
@@ -147,12 +145,8 @@ def test_lines_that_nobody_reads_are_counted_and_told_once_there_is_room(pipe):
 def test_a_log_that_nobody_reads_holds_no_client_and_no_end(daemon_process):
     daemon = daemon_process()
     fcntl.fcntl(daemon.popen.stderr.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    slowest = 0.0
     for _ in range(60):  # some 200 bytes each, twice
-        asked = time.monotonic()
-        daemon.client().goodbye()
-        slowest = max(slowest, time.monotonic() - asked)
-    assert slowest < MOST_S
+        daemon.client().goodbye()  # a call has a limit, and a full pipe holds for ever
     assert daemon.status().num_sessions == 0
     daemon.popen.send_signal(signal.SIGTERM)
     assert daemon.popen.wait(limits.REAPER_INTERVAL_S + 10 * END_S) == 0
