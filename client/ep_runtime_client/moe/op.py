@@ -24,7 +24,16 @@ from ep_runtime_client.ops.gemm.ops import of_first
 from ep_runtime_client.ops.partitioning.on_mesh import LayerOp
 from ep_runtime_client.ops.partitioning.placement import Weight, expert_bias, expert_weight
 from ep_runtime_client.ops.partitioning.regions import Partitioning
-from ep_runtime_client.ops.partitioning.roles import Entries, Resolved, Roles, Sums, say_once
+from ep_runtime_client.ops.partitioning.roles import (
+    Arrived,
+    Entries,
+    Resolved,
+    Roles,
+    Shapes,
+    Sums,
+    Wanted,
+    say_once,
+)
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.formats.tiles import num_tiles
 from ep_runtime_client.ops.quantize.pair import of_each
@@ -83,9 +92,7 @@ class BlockOp(LayerOp):
         """Returns Operands of one value per leaf; `flat` may have more values after them."""
         return self.tree.unflatten(flat[: self.tree.num_leaves])
 
-    def place(
-        self, roles: Roles, arrived: Sequence[Entries], shapes: Sequence[tuple[int, ...]]
-    ) -> Placed:
+    def place(self, roles: Roles, arrived: Arrived, shapes: Shapes) -> Placed:
         """Chooses the layout of the weights, given their sharding on arrival."""
         sharding, given = self._by_name(arrived), self._by_name(shapes)
         ruled = self.where.mode == "rule"
@@ -247,13 +254,7 @@ class BlockForward(BlockOp):
 
     bare: bool = False
 
-    def resolve(
-        self,
-        roles: Roles,
-        arrived: Sequence[Entries],
-        shapes: Sequence[tuple[int, ...]],
-        wanted: Sequence[Entries] | None,
-    ) -> Resolved:
+    def resolve(self, roles: Roles, arrived: Arrived, shapes: Shapes, wanted: Wanted) -> Resolved:
         place, sums = self.place(roles, arrived, shapes), Sums(roles, self.where.manual)
 
         def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
@@ -280,9 +281,7 @@ class BlockForward(BlockOp):
         rows = jnp.zeros((1, room.saved, *experts.wi.shape[2:]), dtype)
         return (rows, jnp.zeros((1, 1), jnp.int32)) * self.call.chunks
 
-    def _shapes(
-        self, shapes: Sequence[tuple[int, ...]], arrays: Sequence[jax.Array]
-    ) -> tuple[jax.Array, ...]:
+    def _shapes(self, shapes: Shapes, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         given = self._by_name(arrays)
         saved = self.saved_shapes(self._by_name(shapes), given.tokens.dtype)
         made = [jnp.zeros(x.shape, x.dtype) for x in saved]
@@ -312,13 +311,7 @@ class BlockBackward(BlockOp):
 
     name: ClassVar[str] = "block_bwd"
 
-    def resolve(
-        self,
-        roles: Roles,
-        arrived: Sequence[Entries],
-        shapes: Sequence[tuple[int, ...]],
-        wanted: Sequence[Entries] | None,
-    ) -> Resolved:
+    def resolve(self, roles: Roles, arrived: Arrived, shapes: Shapes, wanted: Wanted) -> Resolved:
         place, call = self.place(roles, arrived, shapes), self.call
         sums, shared = Sums(roles, self.where.manual), roles.real(roles.outer)
         outside = tuple(axis for axis in place.parts if axis in self.where.manual)
