@@ -35,7 +35,6 @@ from ep_runtime_client.ops.kernels.row_blocks import RowBlock
 from ep_runtime_client.ops.movement import quantized_rows
 from ep_runtime_client.ops.movement.dispatch import exchange
 from ep_runtime_client.ops.quantize import plain as quantize
-from ep_runtime_client.ops.quantize.amax import group_amax
 from ep_runtime_client.ops.quantize.amax import over as largest
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
@@ -120,7 +119,7 @@ def backward(
     d_out = _received_gradients(call, given, dy)
     wanted = hidden.dtype if grads.dtype is None else grads.dtype
     dtype = wanted if given.copies is None else call.activation.wide
-    pulled = _gradient(call, 1, d_out, sizes, over.rows)
+    pulled, _ = _quantized(call.recipes[1], d_out, sizes, over.rows, gradient=True)
     d_act, d_wo = gemm.pullback(product, act, experts.wo, pulled, sizes, dtype)
     d_values: tuple[jax.Array | None, ...] = ()
     if experts.values:
@@ -128,7 +127,8 @@ def backward(
     # Other readers of hidden, above, must run first: the pullback overwrites its memory.
     after = activation.after(sizes, bits(act.data) if isinstance(act, QuantizedTensor) else act)
     d_hidden, d_weights = activation.pullback(call.activation, hidden, weights, after, d_act)
-    pulled = _gradient(call, 0, d_hidden, sizes, over.rows + over.inner)
+    axes = over.rows + over.inner
+    pulled, _ = _quantized(call.recipes[0], d_hidden, sizes, axes, gradient=True)
     d_rows, d_wi = gemm.pullback(
         product, taken, experts.wi, pulled, sizes, dtype, paired=grads.paired
     )
@@ -232,26 +232,23 @@ def _made(
 
 
 def _quantized(
-    recipe: Recipe | None, rows: jax.Array, sizes: jax.Array, axes: Axes, scale: jax.Array | None
+    recipe: Recipe | None,
+    rows: jax.Array,
+    sizes: jax.Array,
+    axes: Axes,
+    scale: jax.Array | None = None,
+    *,
+    gradient: bool = False,
 ) -> tuple[Any, jax.Array | None]:
-    """Returns rows [1, C, ...] as a matmul reads them, and their amax if `scale` [L] is given."""
+    """Returns rows [1, C, ...], or gradients of a matmul's result, as matmuls read them; and their
+    amax if `scale` [L] is given."""
     if recipe is None:
         return rows, None
-    clear = slack.checked()
-    if scale is None:
-        options: dict[str, Any] = {"num_experts": sizes.shape[-1], "clear_slack": clear}
-        return quantize.quantize_rows(recipe, rows, sizes, axes, **options), None
-    amax = largest(group_amax(rows, sizes, sizes.shape[-1]), axes)
-    return quantize.scale_rows(recipe, rows, sizes, scale[None], amax, clear_slack=clear), amax
-
-
-def _gradient(call: ResolvedCall, which: int, rows: jax.Array, sizes: jax.Array, axes: Axes) -> Any:
-    """Returns the gradient of a matmul's result, in the form that its backward matmuls read."""
-    recipe = call.recipes[which]
-    if recipe is None:
-        return rows
-    options: dict[str, Any] = {"gradient": True, "num_experts": sizes.shape[-1]}
-    return quantize.quantize_rows(recipe, rows, sizes, axes, clear_slack=False, **options)
+    given = None if scale is None else scale[None]
+    options: dict[str, Any] = {"gradient": gradient, "num_experts": sizes.shape[-1], "scale": given}
+    clear = slack.checked() and not gradient
+    q = quantize.quantize_rows(recipe, rows, sizes, axes, clear_slack=clear, **options)
+    return q, None if scale is None else q.amax
 
 
 def _current(recipe: Recipe) -> Recipe:
