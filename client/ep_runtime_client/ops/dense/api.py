@@ -122,11 +122,9 @@ def _call(
     operands = [array for array in (x, kernel, bias) if array is not None]
     x_entries = regions.known_entries(x, x.ndim)
     kernel_entries = regions.known_entries(kernel, 2)
-    if layer is None:
-        where = regions.of_operands(operands, None)
-    else:
-        known = x_entries is not None and kernel_entries is not None
-        where = regions.of_layer(layer, operands, known=known)
+    known = x_entries is not None and kernel_entries is not None
+    where = regions.of_call(layer, operands, known=known)
+    if layer is not None:
         if where.manual:
             # The partitioner shards x over axes that are not manual.
             varying = tuple(sorted(varied_axes(*operands)))

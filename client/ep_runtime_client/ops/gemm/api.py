@@ -24,10 +24,11 @@ from ep_runtime_client.ops.gemm.quantized_operands import origin_of, settled, va
 from ep_runtime_client.ops.partitioning import regions
 from ep_runtime_client.ops.partitioning.placement import expert_weight, grouped
 from ep_runtime_client.ops.partitioning.regions import Partitioning
-from ep_runtime_client.ops.partitioning.roles import Entries, Roles, padded, read_off
+from ep_runtime_client.ops.partitioning.roles import Entries, padded
 from ep_runtime_client.ops.quantize import quantized_tensor
 from ep_runtime_client.ops.quantize.delayed import Delayed, check_state
 from ep_runtime_client.ops.quantize.formats.recipes import DelayedState, Recipe
+from ep_runtime_client.ops.quantize.ops import rows_roles
 from ep_runtime_client.ops.quantize.pair import Pair, of_each, paired
 from ep_runtime_client.ops.quantize.quantized_tensor import Kernel, Matrix, QuantizedTensor
 
@@ -149,17 +150,16 @@ def _call(
     known = quantized_operands.known(rhs)
     given = known if rhs_spec is None else quantized_operands.told(rhs, rhs_spec)
     rows = regions.known_entries(values_of(lhs), lhs.ndim)
-    if layer is None:
-        where = regions.of_operands(operands, rhs_spec)
-    else:
-        where = regions.of_layer(layer, operands, known=given is not None)
+    where = regions.of_call(layer, operands, known=given is not None, rhs_spec=rhs_spec)
     given = given or padded((), rhs.ndim)
     if where.manual:
         given = quantized_operands.with_manual_experts(
             where, quantized_operands.told(rhs, rhs_spec)
         )
     if layer is None and where.mode == "shard_map":
-        roles = _read_off(where, rows or padded((), lhs.ndim), rhs, group_sizes)
+        assert where.roles is not None
+        slabs = rows or padded((), lhs.ndim)
+        roles = rows_roles(where.roles.sizes, slabs, group_sizes.shape, rhs.shape[0])
         where = dataclasses.replace(where, roles=roles)
     num_experts, multiplied = rhs.shape[0], given
     if where.roles is not None:
@@ -225,18 +225,6 @@ def blocks_of(recipe: Recipe | None, rhs: Kernel) -> tuple[int, ...]:
     """Returns, per dim of rhs, the number that must divide its size on a device."""
     return quantized_tensor.blocks_of(
         rhs.recipe if isinstance(rhs, QuantizedTensor) else recipe, rhs.ndim
-    )
-
-
-def _read_off(where: Partitioning, lhs: Entries, rhs: Kernel, group_sizes: jax.Array) -> Roles:
-    assert where.roles is not None
-    num_slabs, num_groups = group_sizes.shape
-    return read_off(
-        where.roles.sizes,
-        lhs[0],
-        num_slabs=num_slabs,
-        num_groups=num_groups,
-        num_experts=rhs.shape[0],
     )
 
 

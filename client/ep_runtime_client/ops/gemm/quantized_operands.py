@@ -143,11 +143,8 @@ def quantize_weight(
     """
     arrays = [*w] if isinstance(w, tuple) else [w]
     known = of_alike(arrays, "params.wi") if spec is None else entries_of(spec, arrays[0].ndim)
-    if layer is None:
-        last = None if spec is None else PartitionSpec(*tuple(spec)[stack:])
-        where = regions.of_operands(arrays, last)
-    else:
-        where = regions.of_layer(layer, arrays, known=known is not None)
+    last = None if spec is None else PartitionSpec(*tuple(spec)[stack:])
+    where = regions.of_call(layer, arrays, known=known is not None, rhs_spec=last)
     entries = known or padded((), arrays[0].ndim)
     if where.manual:
         entries = (*entries[:stack], *with_manual_experts(where, entries[stack:]))

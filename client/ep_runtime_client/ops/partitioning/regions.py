@@ -81,21 +81,25 @@ def known_entries(array: Any, ndim: int) -> Entries | None:
     return entries_of(spec, ndim)
 
 
-def of_layer(
-    layer: EpLayer | TracedLayer,
+def of_call(
+    layer: EpLayer | TracedLayer | None,
     operands: Sequence[Any],
     *,
     known: bool,
     slabs: bool = False,
+    rhs_spec: PartitionSpec | None = None,
 ) -> Partitioning:
-    """Decides how an op of a layer runs.
+    """Decides how an op runs.
 
     Args:
-        layer: the layer.
+        layer: its layer, or None.
         operands: arrays of the call.
         known: whether the layout of its weight is known, or of its slabs if it has no weight.
         slabs: whether the op has no weight: token axes shard only dim 0 of slabs.
+        rhs_spec: sharding of the weight, if the caller gave it; only read without a layer.
     """
+    if layer is None:
+        return _of_operands(operands, rhs_spec)
     static, _, mesh = open_layer(layer)
     return of_opened(static, mesh, operands, known=known, slabs=slabs)
 
@@ -103,7 +107,7 @@ def of_layer(
 def of_opened(
     static: EpLayer, mesh: Mesh, operands: Sequence[Any], *, known: bool, slabs: bool = False
 ) -> Partitioning:
-    """Like `of_layer`, for a layer that is already open."""
+    """Like `of_call`, for a layer that is already open."""
     group = static.group_spec
     manual = manual_axes(group)
     owner = f"layer {static.name!r}"
@@ -160,7 +164,7 @@ def check_slabs(where: Partitioning, name: str, num_slabs: int) -> None:
         )
 
 
-def of_operands(operands: Sequence[Any], rhs_spec: PartitionSpec | None) -> Partitioning:
+def _of_operands(operands: Sequence[Any], rhs_spec: PartitionSpec | None) -> Partitioning:
     """Decides how an op without a layer runs. Unless the mode is local, roles are found later."""
     ambient = jax.sharding.get_abstract_mesh()
     if ambient.manual_axes:

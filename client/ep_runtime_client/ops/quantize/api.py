@@ -74,7 +74,7 @@ def _quantize_kernel(
     w: jax.Array, recipe: Recipe, layer: EpLayer | TracedLayer | None
 ) -> QuantizedTensor:
     known = regions.known_entries(w, w.ndim)
-    where = _where([w], layer, known=known is not None)
+    where = regions.of_call(layer, [w], known=known is not None)
     entries = known or padded((), w.ndim)
     if layer is None and where.mode == "shard_map":
         assert where.roles is not None
@@ -92,7 +92,7 @@ def _quantize_rows(
     if one_slab:
         x, group_sizes = x[None], group_sizes[None]
     known = regions.known_entries(x, x.ndim)
-    where = _where([x, group_sizes], layer, known=known is not None, slabs=True)
+    where = regions.of_call(layer, [x, group_sizes], known=known is not None, slabs=True)
     entries = known or padded((), x.ndim)
     if layer is None and where.mode == "shard_map":
         assert where.roles is not None
@@ -104,18 +104,6 @@ def _quantize_rows(
     op = ops.QuantizeRows(where, recipe, x.ndim, experts)
     quantized: QuantizedTensor = eager.run(_run_rows, (op, entries), x, group_sizes)
     return jax.tree.map(lambda leaf: leaf[0], quantized) if one_slab else quantized
-
-
-def _where(
-    operands: list[jax.Array],
-    layer: EpLayer | TracedLayer | None,
-    *,
-    known: bool,
-    slabs: bool = False,
-) -> regions.Partitioning:
-    if layer is None:
-        return regions.of_operands(operands, None)
-    return regions.of_layer(layer, operands, known=known, slabs=slabs)
 
 
 def _run_tokens(recipe: Recipe, x: jax.Array) -> QuantizedTensor:
