@@ -123,27 +123,19 @@ class Format(abc.ABC):
             columns: the GEMM contracts the rows: the column-wise copy is read, if there is one.
         """
         data, scale = flat(bits(operand.data), lead), operand.scale
+        if scale is not None:
+            scale = scale.reshape(-1) if self.per_group else flat(bits(scale), lead)
 
-        def read(block: row_blocks.RowBlock) -> jax.Array:
-            return from_bits(block.read(data), operand.dtype)
+        def read(block: row_blocks.RowBlock) -> Part:
+            values = from_bits(block.read(data), operand.dtype)
+            if scale is None:
+                return Part(matrix(values))
+            if self.per_group:
+                return Part(matrix(widen(values)), row_blocks.pick(scale, block.group))
+            factors = from_bits(block.read(scale), operand.scale.dtype)
+            return _multiplied(values, factors, self.tiles(values.ndim, 1))
 
-        if scale is None:
-            return lambda block: Part(matrix(read(block)))
-        if self.per_group:
-            each = scale.reshape(-1)
-            return lambda block: Part(
-                matrix(widen(read(block))), row_blocks.pick(each, block.group)
-            )
-        scales = flat(bits(scale), lead)
-
-        def scaled(block: row_blocks.RowBlock) -> Part:
-            values = widen(read(block))
-            factors = from_bits(block.read(scales), scale.dtype).astype(jnp.float32)
-            for axis, tile in self.tiles(values.ndim, 1).items():
-                factors = spread_tiles(factors, axis, tile, values.shape[axis])
-            return Part(matrix(values * factors))
-
-        return scaled
+        return read
 
     def kernel_reader(self, operand: Any, *, columns: bool = False) -> Callable[[jax.Array], Part]:
         """Returns a reader of one expert's kernel [K', all other dims] of a QuantizedTensor [G, K',
@@ -154,24 +146,28 @@ class Format(abc.ABC):
         columns = columns and self.columns
         data = bits(operand.data_columns if columns else operand.data)
         scale = operand.scale_columns if columns else operand.scale
+        scales = None if scale is None else bits(scale)
+        tiles = self.tiles(operand.ndim, None, columns=columns)
 
-        def read(expert: jax.Array) -> jax.Array:
-            return from_bits(row_blocks.pick(data, expert), operand.dtype)
+        def read(expert: jax.Array) -> Part:
+            values = from_bits(row_blocks.pick(data, expert), operand.dtype)
+            if scales is None:
+                return Part(matrix(values))
+            factors = row_blocks.pick(scales, expert)
+            if self.per_group:
+                return Part(matrix(widen(values)), factors)
+            factors = from_bits(factors, scale.dtype)
+            return _multiplied(values, factors, {axis - 1: tile for axis, tile in tiles.items()})
 
-        if scale is None:
-            return lambda expert: Part(matrix(read(expert)))
-        if self.per_group:
-            return lambda expert: Part(matrix(widen(read(expert))), row_blocks.pick(scale, expert))
-        scales, tiles = bits(scale), self.tiles(operand.ndim, None, columns=columns)
+        return read
 
-        def scaled(expert: jax.Array) -> Part:
-            values = widen(read(expert))
-            factors = from_bits(row_blocks.pick(scales, expert), scale.dtype).astype(jnp.float32)
-            for axis, tile in tiles.items():
-                factors = spread_tiles(factors, axis - 1, tile, values.shape[axis - 1])
-            return Part(matrix(values * factors))
 
-        return scaled
+def _multiplied(values: jax.Array, factors: jax.Array, tiles: dict[int, int]) -> Part:
+    """Widens values, and multiplies them by their scales, which `tiles` of them share per axis."""
+    values, factors = widen(values), factors.astype(jnp.float32)
+    for axis, tile in tiles.items():
+        factors = spread_tiles(factors, axis, tile, values.shape[axis])
+    return Part(matrix(values * factors))
 
 
 def flat(array: jax.Array, lead: int) -> jax.Array:
