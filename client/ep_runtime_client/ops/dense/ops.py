@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops.gemm.plain import wide
+from ep_runtime_client.ops.gemm.plain import dot, wide
 from ep_runtime_client.ops.partitioning.placement import Weight, fitting, whole_blocks
 from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.roles import (
@@ -247,7 +246,7 @@ class DenseForward(_Matmul):
             x, kernel, bias = self.opened(place, blocks)
             lead = blocks[0].shape[:-1]
             rows, matrix = widened(x, rows=True), widened(kernel, rows=False)
-            y = _dot(rows, matrix, (1, 0)).reshape(*lead, matrix.shape[1])
+            y = dot(rows, matrix, (1, 0)).reshape(*lead, matrix.shape[1])
             if place.scatter is None:
                 y = sums.total(y, place.contracted)
             else:
@@ -293,10 +292,10 @@ class DenseBackward(_Matmul):
                 grad = quantize_rows(self.recipe, grad, crossed, gradient=True)
             rows = widened(grad, rows=True)
             matrix = widened(kernel, rows=False, columns=True)
-            d_x = sums.total(_dot(rows, matrix, (1, 1)), place.columns)
+            d_x = sums.total(dot(rows, matrix, (1, 1)), place.columns)
             left = widened(x, rows=True, columns=True)
             right = widened(grad, rows=True, columns=True)
-            d_kernel = sums.back(_dot(left, right, (0, 0)), place.kernel.taken_off, place.summed)
+            d_kernel = sums.back(dot(left, right, (0, 0)), place.kernel.taken_off, place.summed)
             d_x = d_x.reshape(*blocks[-1].shape[:-1], d_x.shape[-1]).astype(self.dtype)
             return d_x, d_kernel.astype(self.kernel_dtype), *d_bias
 
@@ -309,14 +308,6 @@ class DenseBackward(_Matmul):
         lead = _lead(self.x.ndim)
         made = [" ".join([*lead, "j"]), "k n", *(["n"] if self.has_bias else [])]
         return [*self.shared_factors(), " ".join([*lead, "n"])], made
-
-
-def _dot(left: jax.Array, right: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    dtype = jnp.promote_types(left.dtype, right.dtype)
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(
-        left.astype(dtype), right.astype(dtype), dims, preferred_element_type=wide(left, right)
-    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -316,16 +316,17 @@ def _cut(gemm: Gemm, rows: Any, group_sizes: jax.Array, exactly: int = 0) -> row
     return row_blocks.cut(capacity, group_sizes, gemm.alignment)
 
 
-def _dot(lhs: Part, rhs: Part, contract: tuple[int, int]) -> jax.Array:
-    dtype = jnp.promote_types(lhs.values.dtype, rhs.values.dtype)
+def dot(lhs: jax.Array, rhs: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """Multiplies matrices over one dim of each; sums are wide."""
+    dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
     dims = (((contract[0],), (contract[1],)), ((), ()))
-    product = lax.dot_general(
-        lhs.values.astype(dtype),
-        rhs.values.astype(dtype),
-        dims,
-        preferred_element_type=wide(lhs.values, rhs.values),
+    return lax.dot_general(
+        lhs.astype(dtype), rhs.astype(dtype), dims, preferred_element_type=wide(lhs, rhs)
     )
-    return _scaled(_scaled(product, lhs), rhs)
+
+
+def _dot(lhs: Part, rhs: Part, contract: tuple[int, int]) -> jax.Array:
+    return _scaled(_scaled(dot(lhs.values, rhs.values, contract), lhs), rhs)
 
 
 def _scaled(result: jax.Array, part: Part) -> jax.Array:
