@@ -40,7 +40,7 @@ import ep_runtime_client
 from ep_runtime import specs
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base import jax_internals
-from ep_runtime_client.ops.partitioning.regions import Partitioning, whole_shape
+from ep_runtime_client.ops.partitioning.regions import Partitioning, sizes_of, whole_shape
 from ep_runtime_client.ops.partitioning.roles import (
     Arrived,
     Entries,
@@ -52,6 +52,7 @@ from ep_runtime_client.ops.partitioning.roles import (
     as_auto,
     decode,
     entries_of,
+    explicit_mesh,
     is_explicit,
     say_once,
     spec_of,
@@ -221,8 +222,7 @@ def _mesh_here(where: Partitioning, operands: Sequence[Any]) -> Any:
             )
         return ambient
     for x in operands:
-        mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
-        if mesh is not None and not mesh.empty and is_explicit(mesh):
+        if (mesh := explicit_mesh(x)) is not None:
             return mesh
     own = where.mesh
     return as_auto(own) if isinstance(own, Mesh) and is_explicit(own) else own
@@ -336,8 +336,7 @@ def _partition(op: AnyOp, mesh: Mesh, operands: Any, results: Any) -> Any:
         wanted = [_entries(each, mesh) for each in results]
         roles = op.where.roles
         if roles is None:
-            sizes = tuple((str(axis), int(mesh.shape[axis])) for axis in mesh.axis_names)
-            roles = op.roles(sizes, arrived, shapes)
+            roles = op.roles(sizes_of(mesh), arrived, shapes)
         resolved = op.resolve(roles, arrived, shapes, wanted)
     except InvalidArgumentError as error:
         # XLA wraps the callback's exceptions; ep.error_of finds this text inside.

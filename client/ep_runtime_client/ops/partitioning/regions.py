@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
@@ -17,8 +17,11 @@ from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.ops.partitioning.roles import (
     Entries,
     Roles,
+    Sizes,
     entries_of,
     explicit_axes,
+    explicit_mesh,
+    is_explicit,
     known_spec,
     spec_of,
 )
@@ -176,7 +179,7 @@ def _of_operands(operands: Sequence[Any], rhs_spec: PartitionSpec | None) -> Par
         return Partitioning("local", Roles(sizes, outer), None, manual, varying)
     mesh = mesh_of(operands)
     if mesh is not None:
-        return Partitioning("shard_map", Roles(_sizes(mesh)), mesh)
+        return Partitioning("shard_map", Roles(sizes_of(mesh)), mesh)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(operands)):
         return Partitioning("rule")
     return Partitioning("local", Roles())
@@ -191,8 +194,8 @@ def mesh_of(operands: Sequence[Any]) -> Mesh | AbstractMesh | None:
     found: list[Any] = []
     for x in jax.tree.leaves(operands):
         if isinstance(x, jax.core.Tracer):
-            mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
-            if mesh is None or mesh.empty or AxisType.Explicit not in tuple(mesh.axis_types):
+            mesh = explicit_mesh(x)
+            if mesh is None:
                 continue
         else:
             sharding = getattr(x, "sharding", None)
@@ -209,30 +212,23 @@ def mesh_of(operands: Sequence[Any]) -> Mesh | AbstractMesh | None:
     return found[0] if found else None
 
 
-def _sizes(mesh: Mesh | AbstractMesh) -> tuple[tuple[str, int], ...]:
+def sizes_of(mesh: Mesh | AbstractMesh) -> Sizes:
+    """Returns (name, size) of every axis of a mesh."""
     return tuple((str(axis), int(mesh.shape[axis])) for axis in mesh.axis_names)
 
 
 def explicit(operands: Sequence[Any]) -> bool:
     """Whether the types of operands, or of all arrays here, carry shardings."""
-    ambient = jax.sharding.get_abstract_mesh()
-    if AxisType.Explicit in tuple(ambient.axis_types):
-        return True
-    for x in jax.tree.leaves(operands):
-        mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
-        if mesh is not None and not mesh.empty and AxisType.Explicit in tuple(mesh.axis_types):
-            return True
-    return False
+    here = is_explicit(jax.sharding.get_abstract_mesh())
+    return here or any(explicit_mesh(x) is not None for x in jax.tree.leaves(operands))
 
 
 def type_of(x: Any) -> Entries | None:
     """Returns the entries in the type of an array; None if types have no shardings."""
-    sharding = None if x is None else getattr(jax.typeof(x), "sharding", None)
-    if sharding is None or sharding.mesh.empty:
+    if x is None or explicit_mesh(x) is None:
         return None
-    if AxisType.Explicit not in tuple(sharding.mesh.axis_types):
-        return None
-    return entries_of(sharding.spec, jax.typeof(x).ndim)
+    kind = jax.typeof(x)
+    return entries_of(kind.sharding.spec, kind.ndim)
 
 
 def whole_shape(where: Partitioning, shape: tuple[int, ...], entries: Entries) -> tuple[int, ...]:

@@ -192,6 +192,12 @@ def is_explicit(mesh: Any) -> bool:
     return AxisType.Explicit in tuple(mesh.axis_types)
 
 
+def explicit_mesh(array: Any) -> Any:
+    """Returns the mesh in an array's type if it has Explicit axes, else None."""
+    mesh = getattr(getattr(jax.typeof(array), "sharding", None), "mesh", None)
+    return mesh if mesh is not None and not mesh.empty and is_explicit(mesh) else None
+
+
 def as_auto(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names)
 

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
 
 from ep_runtime_client.ops.kernels.serve import choose
+from ep_runtime_client.ops.partitioning.roles import explicit_mesh
 from ep_runtime_client.ops.tracing.varying import spread_over, varied_axes
 
 _NARROW = jnp.dtype(jnp.bfloat16)
@@ -27,16 +27,12 @@ def router_logits(x: jax.Array, router: jax.Array) -> jax.Array:
 
     Cost: on GPUs, with x in bf16, one pass over x, and forward and backward matmuls in bf16.
     """
-    if x.dtype != _NARROW or router.dtype not in (_NARROW, jnp.float32) or _is_explicit(x, router):
+    # If types carry shardings, a matmul over a sharded dim must name the result's.
+    explicit = any(explicit_mesh(each) is not None for each in (x, router))
+    if x.dtype != _NARROW or router.dtype not in (_NARROW, jnp.float32) or explicit:
         return _wide(x, router)
     axes = tuple(sorted(varied_axes(x, router)))
     return _matmul(spread_over(x, axes), spread_over(router, axes))
-
-
-def _is_explicit(*arrays: jax.Array) -> bool:
-    """Whether types carry shardings; then a matmul over a sharded dim must name the result's."""
-    meshes = (jax.typeof(x).sharding.mesh for x in arrays)
-    return any(AxisType.Explicit in tuple(mesh.axis_types) for mesh in meshes)
 
 
 def _wide(x: jax.Array, router: jax.Array) -> jax.Array:
