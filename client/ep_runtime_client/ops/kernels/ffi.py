@@ -101,6 +101,7 @@ def launch(
     results: Sequence[jax.ShapeDtypeStruct],
     *operands: jax.Array,
     aliases: Any = None,
+    vmap_method: Any = None,
     **attributes: Any,
 ) -> list[jax.Array]:
     """Makes a custom call whose attributes are int64; see `bound` for empty operands.
@@ -108,7 +109,8 @@ def launch(
     `aliases` maps numbers of operands to those of results in the same memory.
     """
     values = {name: np.int64(value) for name, value in attributes.items()}
-    call = jax.ffi.ffi_call(target, tuple(results), input_output_aliases=aliases)
+    options: dict[str, Any] = {"input_output_aliases": aliases, "vmap_method": vmap_method}
+    call = jax.ffi.ffi_call(target, tuple(results), **options)
     return list(call(*bound(*operands), **values))
 
 

@@ -8,11 +8,10 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ep_runtime import native
-from ep_runtime_client.ops.kernels.ffi import bound, once, register_for_gpus
+from ep_runtime_client.ops.kernels.ffi import launch, once, register_for_gpus
 from ep_runtime_client.ops.tracing.varying import spread_over, varied_axes
 
 VECTOR_BYTES = 16  # bytes of one load; the bytes of a row are a multiple
@@ -113,11 +112,8 @@ def call(
     The first `stacked` results may only be stacked by a scan; XLA then writes them directly into
     the stack.
     """
-    made = jax.ffi.ffi_call(
-        target, results, vmap_method="sequential", input_output_aliases=aliases or {}
-    )
-    values = {name: np.int64(value) for name, value in (attributes or {}).items()}
-    outs = tuple(made(*bound(*operands), **values))
+    way: dict[str, Any] = {"aliases": aliases, "vmap_method": "sequential", **(attributes or {})}
+    outs = tuple(launch(target, results, *operands, **way))
     return (*outs[:stacked], *once(outs[stacked:]))
 
 
