@@ -137,9 +137,7 @@ def dispatch(
     )
     given = (tokens, windows.or_empty(weights, 0, 0), plan.virtual_row)
     zones = (plan.recv_count, plan.kept, plan.group_sizes)
-    recv, recv_weights, *_ = windows.native_call(
-        call, DISPATCH, results, at.rank, at.layer_index, *given, *zones
-    )
+    recv, recv_weights, *_ = windows.device_call(at, DISPATCH, results, *given, *zones)
     return recv, recv_weights
 
 
@@ -150,7 +148,7 @@ def combine(
     rows = ShapeDtypeStruct((count, width), expert_out.dtype)
     results = (rows, *_crossing(call, count, width, expert_out.dtype))
     given = (expert_out, windows.or_empty(weights, 0), plan.virtual_row, _sum_rows(call, plan))
-    return windows.native_call(call, COMBINE, results, at.rank, at.layer_index, *given)[0]
+    return windows.device_call(at, COMBINE, results, *given)[0]
 
 
 def dispatch_bwd(
@@ -165,9 +163,7 @@ def dispatch_bwd(
         *(values, values),
     )
     given = (d_recv, d_weights, plan.virtual_row, _sum_rows(call, plan), plan.dst_rank)
-    d_tokens, d_topk, *_ = windows.native_call(
-        call, DISPATCH_BWD, results, at.rank, at.layer_index, *given
-    )
+    d_tokens, d_topk, *_ = windows.device_call(at, DISPATCH_BWD, results, *given)
     return d_tokens, d_topk
 
 
@@ -187,14 +183,8 @@ def combine_bwd(
     )
     given = (grad, rows, windows.or_empty(weights, 0))
     zones = (plan.virtual_row, plan.kept, plan.group_sizes)
-    d_expert_out, d_weights, _ = windows.native_call(
-        call,
-        COMBINE_BWD,
-        results,
-        at.rank,
-        at.layer_index,
-        *given,
-        *zones,
-        **windows.clear_slack(call),
+    slack = windows.clear_slack(call)
+    d_expert_out, d_weights, _ = windows.device_call(
+        at, COMBINE_BWD, results, *given, *zones, **slack
     )
     return d_expert_out, None if expert_out is None else d_weights

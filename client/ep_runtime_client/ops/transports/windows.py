@@ -61,6 +61,13 @@ def native_call(
     return (*once(made[:count]), *made[count:])
 
 
+def device_call(
+    at: DeviceCall, target: str, results: Sequence[ShapeDtypeStruct], *operands: Any, **others: Any
+) -> tuple[jax.Array, ...]:
+    """Makes a custom call as `native_call` does, which also gets rank and layer index."""
+    return native_call(at.call, target, results, at.rank, at.layer_index, *operands, **others)
+
+
 def attributes(call: Call) -> dict[str, np.int64]:
     """Returns the attributes that every custom call of a layer has."""
     return {
@@ -123,8 +130,7 @@ def _prepared(
     # On a GPU only a call that XLA does not record into a command buffer can fail a step.
     waits = group.transport == "nvlink" and group.on_overflow == "error"
     target = PREPARE_SYNC if waits else PREPARE
-    operands = (at.rank, at.layer_index, topk_idx)
-    made = native_call(call, target, results, *operands, **row_alignment(call), **attributes)
+    made = device_call(at, target, results, topk_idx, **row_alignment(call), **attributes)
     return PlanArrays(*made[:count]), made[count:]
 
 
@@ -136,8 +142,8 @@ def dispatch(
         ShapeDtypeStruct((capacity, tokens.shape[1]), tokens.dtype),
         ShapeDtypeStruct((capacity,), jnp.float32),
     )
-    operands = (at.rank, at.layer_index, tokens, or_empty(weights, 0, 0), *plan)
-    recv, recv_weights = native_call(at.call, DISPATCH, results, *operands)
+    given = (tokens, or_empty(weights, 0, 0))
+    recv, recv_weights = device_call(at, DISPATCH, results, *given, *plan)
     return recv, recv_weights
 
 
@@ -151,8 +157,7 @@ def combine(
     """As in the protocol; the result has `dtype` if given."""
     shape = (plan.dst_rank.shape[0], expert_out.shape[1])
     results = (ShapeDtypeStruct(shape, dtype or expert_out.dtype),)
-    operands = (at.rank, at.layer_index, expert_out, or_empty(weights, 0), *plan)
-    return native_call(at.call, COMBINE, results, *operands)[0]
+    return device_call(at, COMBINE, results, expert_out, or_empty(weights, 0), *plan)[0]
 
 
 def dispatch_bwd(
@@ -167,8 +172,7 @@ def dispatch_bwd(
         ShapeDtypeStruct((plan.dst_rank.shape[0], d_recv.shape[1]), dtype or d_recv.dtype),
         ShapeDtypeStruct(plan.dst_rank.shape, jnp.float32),
     )
-    operands = (at.rank, at.layer_index, d_recv, d_weights, *plan)
-    d_tokens, d_topk_weights = native_call(at.call, DISPATCH_BWD, results, *operands)
+    d_tokens, d_topk_weights = device_call(at, DISPATCH_BWD, results, d_recv, d_weights, *plan)
     return d_tokens, d_topk_weights
 
 
@@ -185,8 +189,8 @@ def combine_bwd(
         ShapeDtypeStruct((call.capacity, grad.shape[1]), grad.dtype),
         ShapeDtypeStruct((call.capacity if weighted else 0,), jnp.float32),
     )
-    operands = (at.rank, at.layer_index, grad, rows, or_empty(weights, 0), *plan)
-    made = native_call(call, COMBINE_BWD, results, *operands, **clear_slack(call))
+    given = (grad, rows, or_empty(weights, 0))
+    made = device_call(at, COMBINE_BWD, results, *given, *plan, **clear_slack(call))
     return made[0], made[1] if weighted else None
 
 
@@ -203,16 +207,15 @@ def carries_copies(call: Call, blocks: jax.Array) -> bool:
 
 def push_copies(at: DeviceCall, experts: jax.Array, blocks: jax.Array) -> jax.Array:
     """Fills the copy slots of blocks [L + S, ...] with experts' blocks (int32 [N, S])."""
-    return _copy_experts(PUSH_COPIES, at, experts, blocks)
+    return _copy_experts(at, PUSH_COPIES, experts, blocks)
 
 
 def return_copies(at: DeviceCall, experts: jax.Array, blocks: jax.Array) -> jax.Array:
     """Adds blocks in slots to those of their experts in blocks [L + S, ...]; slots are undefined
     then. Sums in f32 and in rank order, rounds once for all that a lane holds."""
-    return _copy_experts(RETURN_COPIES, at, experts, blocks)
+    return _copy_experts(at, RETURN_COPIES, experts, blocks)
 
 
-def _copy_experts(target: str, at: DeviceCall, experts: jax.Array, blocks: jax.Array) -> jax.Array:
+def _copy_experts(at: DeviceCall, target: str, experts: jax.Array, blocks: jax.Array) -> jax.Array:
     result = ShapeDtypeStruct(blocks.shape, blocks.dtype)
-    operands = (at.rank, at.layer_index, experts, blocks)
-    return native_call(at.call, target, [result], *operands, aliases={3: 0})[0]
+    return device_call(at, target, [result], experts, blocks, aliases={3: 0})[0]
