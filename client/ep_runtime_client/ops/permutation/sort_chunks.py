@@ -24,6 +24,7 @@ class _Sort:
 
     shards: BatchShards
     lists: int  # n, lists of sizes on this device
+    inverse: bool = False
 
 
 def sort_chunks(
@@ -97,32 +98,10 @@ def _check(x: jax.Array, split_sizes: jax.Array, order: jax.Array) -> None:
 
 
 def _sort_primal(static: _Sort, x: jax.Array, sizes: jax.Array, order: jax.Array) -> jax.Array:
-    return _moved(static, x, sizes, order, inverse=False)
-
-
-def _sort_fwd(static: _Sort, x: jax.Array, sizes: jax.Array, order: jax.Array) -> Any:
-    return eager.run(_sort_primal, static, x, sizes, order), (sizes, order)
-
-
-def _sort_bwd(static: _Sort, saved: Any, grad: jax.Array) -> Any:
-    sizes, order = saved
-    with jax.named_scope("ep_sort_chunks_bwd"):
-        return eager.run(_sort_pullback, static, grad, sizes, order), None, None
-
-
-def _sort_pullback(static: _Sort, grad: jax.Array, sizes: jax.Array, order: jax.Array) -> jax.Array:
-    return _moved(static, grad, sizes, order, inverse=True)
-
-
-_sort = jax.custom_vjp(_sort_primal, nondiff_argnums=(0,))
-_sort.defvjp(_sort_fwd, _sort_bwd)
-
-
-def _moved(
-    static: _Sort, x: jax.Array, sizes: jax.Array, order: jax.Array, *, inverse: bool
-) -> jax.Array:
+    """Moves the chunks of x into `order`, or back if `static.inverse`."""
     shards = static.shards
     lists = static.lists // shards.num_shards
+    inverse = static.inverse
 
     def body(x: jax.Array, sizes: jax.Array, order: jax.Array) -> jax.Array:
         blocks = x.reshape(lists, x.shape[0] // lists, *x.shape[1:])
@@ -134,6 +113,21 @@ def _moved(
 
     rows, per_list = shards.row_spec(trailing=x.ndim - 1), shards.row_spec()
     return batch_shards.per_shard(shards, body, (x, sizes, order), (rows, per_list, per_list), rows)
+
+
+def _sort_fwd(static: _Sort, x: jax.Array, sizes: jax.Array, order: jax.Array) -> Any:
+    return eager.run(_sort_primal, static, x, sizes, order), (sizes, order)
+
+
+def _sort_bwd(static: _Sort, saved: Any, grad: jax.Array) -> Any:
+    sizes, order = saved
+    with jax.named_scope("ep_sort_chunks_bwd"):
+        back = dataclasses.replace(static, inverse=True)
+        return eager.run(_sort_primal, back, grad, sizes, order), None, None
+
+
+_sort = jax.custom_vjp(_sort_primal, nondiff_argnums=(0,))
+_sort.defvjp(_sort_fwd, _sort_bwd)
 
 
 def _one_list(
