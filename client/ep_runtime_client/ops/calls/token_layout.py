@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
-from ep_runtime_client.ops.partitioning.roles import Entries, entry_axes
+from ep_runtime_client.ops.partitioning.roles import Entries, entries_of
 from ep_runtime_client.ops.tracing.varying import Axes
 
 _log = logging.getLogger("ep_runtime")
@@ -91,15 +91,10 @@ def choose(
     free = tuple(axis for axis in group.token_axes if axis not in manual)
     hint = _strongest_hint(free, len(lead), hints)
     for places in _assignments(free, len(lead), hint):
-        if all(
-            size % prod(sizes[axis] for axis in axes) == 0
-            for size, axes in zip(lead, places, strict=True)
-        ):
-            local = tuple(
-                size // prod(sizes[axis] for axis in axes)
-                for size, axes in zip(lead, places, strict=True)
-            )
-            return TokenLayout(lead, places, local)
+        counts = [prod(sizes[axis] for axis in axes) for axes in places]
+        pairs = [divmod(size, count) for size, count in zip(lead, counts, strict=True)]
+        if not any(rest for _, rest in pairs):
+            return TokenLayout(lead, places, tuple(local for local, _ in pairs))
     named = {axis: sizes[axis] for axis in free}
     shards = prod(named.values())
     raise InvalidArgumentError(
@@ -117,8 +112,7 @@ def _strongest_hint(
     """Returns the token axes on each leading dim in the hint that names most of them."""
     best: tuple[Axes, ...] = ((),) * dims
     for spec in hints:
-        entries = [entry_axes(entry) for entry in tuple(spec)[:dims]]
-        entries += [()] * (dims - len(entries))
+        entries = entries_of(spec, dims)
         found = tuple(tuple(a for a in axes if a in token_axes) for axes in entries)
         if sum(map(len, found)) > sum(map(len, best)):
             best = found

@@ -7,7 +7,6 @@ number of shards is part of the results' shapes, so it must be known while traci
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -19,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.partitioning.roles import (
     as_auto,
-    entry_axes,
+    entries_of,
     explicit_axes,
     known_spec,
     typed,
@@ -112,7 +111,7 @@ def find(spec: Spec | None, dims: int, operands: Sequence[Any]) -> BatchShards:
     if spec is None:
         entries = next((e for e in known if any(e[:dims])), ((),) * dims)
     else:
-        entries = _entries(spec.spec if isinstance(spec, NamedSharding) else spec, dims + 1)
+        entries = entries_of(spec.spec if isinstance(spec, NamedSharding) else spec, dims + 1)
     _check_axes([axis for axes in entries for axis in axes], mesh)
     found = BatchShards(entries[:dims], (), mesh)
     stated = spec is not None and any(entries[dims:])
@@ -140,14 +139,7 @@ def last_axes(shards: BatchShards, array: Any) -> Axes:
 
 def _known_entries(array: Any, dims: int) -> tuple[Axes, ...] | None:
     spec = known_spec(array)
-    return None if spec is None else _entries(spec, dims)
-
-
-def _entries(spec: PartitionSpec, dims: int) -> tuple[Axes, ...]:
-    """Returns the axes of a spec on each of `dims` dims."""
-    return tuple(
-        itertools.islice(itertools.chain(map(entry_axes, spec), itertools.repeat(())), dims)
-    )
+    return None if spec is None else entries_of(spec, dims)
 
 
 def _check_axes(axes: Sequence[str], mesh: Mesh | AbstractMesh | None) -> None:
