@@ -140,17 +140,16 @@ def _values_of(
     layer: EpLayer, tokens: jax.Array | QuantizedTensor, recipe: Recipe | None
 ) -> tuple[jax.Array, Recipe | None]:
     """Checks tokens; returns the array with their shape, and the recipe that quantizes rows."""
-    if not isinstance(tokens, QuantizedTensor):
-        if recipe is not None:
-            quantized_rows.check(layer.group_spec, recipe, tokens)
-        return tokens, recipe
-    if recipe not in (None, tokens.recipe):
-        raise InvalidArgumentError(
-            f"recipe {recipe} was given with tokens quantized by {tokens.recipe}",
-            argument="recipe",
-        )
-    quantized_rows.check(layer.group_spec, tokens.recipe, tokens)
-    return tokens.data, tokens.recipe
+    if isinstance(tokens, QuantizedTensor):
+        if recipe not in (None, tokens.recipe):
+            raise InvalidArgumentError(
+                f"recipe {recipe} was given with tokens quantized by {tokens.recipe}",
+                argument="recipe",
+            )
+        recipe = tokens.recipe
+    if recipe is not None:
+        quantized_rows.check(layer.group_spec, recipe, tokens)
+    return (tokens.data if isinstance(tokens, QuantizedTensor) else tokens), recipe
 
 
 def _check_reuse(call: Call, handle: int, capacity: int | None) -> None:
