@@ -11,6 +11,7 @@ import dataclasses
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from typing import Any
 
 import jax
@@ -340,8 +341,5 @@ def _bytes(shape: str) -> int:
     for dtype, dims in _ARRAY.findall(shape):
         digits = re.search(r"\d+", dtype)
         bits = 8 if digits is None else int(digits.group())
-        count = 1
-        for size in dims.split(","):
-            count *= int(size) if size else 1
-        total += count * bits // 8
+        total += prod(int(size) for size in dims.split(",") if size) * bits // 8
     return total
