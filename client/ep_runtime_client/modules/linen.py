@@ -18,6 +18,7 @@ from ep_runtime_client.base.layers import EpLayer, LayerStack
 from ep_runtime_client.modules import options as module_options
 from ep_runtime_client.moe import state
 from ep_runtime_client.moe.params import (
+    INIT_OPTIONS,
     KernelInit,
     MoEParams,
     initializers,
@@ -105,16 +106,8 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
 
     def setup(self) -> None:
         module_options.check_module(self.layer_or_spec, self.use_router, self.use_expert_bias)
-        makers = initializers(
-            self.layer_or_spec,
-            self.mlp_dim,
-            gated=self.gated,
-            use_bias=self.use_bias,
-            use_router=self.use_router,
-            param_dtype=self.param_dtype,
-            kernel_init=self.kernel_init,
-            separate=self.separate,
-        )
+        options: Any = {name: getattr(self, name) for name in INIT_OPTIONS}
+        makers = initializers(self.layer_or_spec, self.mlp_dim, **options)
         made = {name: self.param(name, _boxed(name, make)) for name, make in makers.items()}
         self.moe_params = of_named(made)
         if self.use_expert_bias:

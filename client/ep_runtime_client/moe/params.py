@@ -38,6 +38,9 @@ LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
 _FIELDS = {"wi_0": "wi", "wi_1": "wi", "wi_0_bias": "wi_bias", "wi_1_bias": "wi_bias"}
 
 
+# Options of `init_moe_params`.
+INIT_OPTIONS = ("gated", "use_bias", "use_router", "param_dtype", "kernel_init", "separate")
+
 # Marks a required weight that was not given; None is an absent leaf.
 _NOT_GIVEN: Any = object()
 
