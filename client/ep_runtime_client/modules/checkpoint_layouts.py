@@ -86,7 +86,8 @@ def on_host(value: Any, name: str) -> Array:
         value = value.detach().cpu().contiguous()
         dtype = np.dtype(str(value.dtype).rpartition(".")[2])
         # A scalar tensor has no dim, so it cannot be viewed as bytes.
-        return np.asarray(value.view(_module_of(value).uint8)).view(dtype)
+        torch = sys.modules[type(value).__module__.partition(".")[0]]
+        return np.asarray(value.view(torch.uint8)).view(dtype)
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         raise InvalidArgumentError(
             f"{name} has shards in other processes; gather it first "
@@ -94,11 +95,6 @@ def on_host(value: Any, name: str) -> Array:
             argument=name,
         )
     return np.asarray(value)
-
-
-def _module_of(tensor: Any) -> Any:
-    """Returns the module torch, which is loaded if there is a tensor."""
-    return sys.modules[type(tensor).__module__.partition(".")[0]]
 
 
 class Experts(Protocol):

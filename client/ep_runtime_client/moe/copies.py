@@ -57,7 +57,8 @@ def balanced(demand: jax.Array, ranks: int, spare: int) -> Copies:
     local = demand.shape[0] // ranks
     own = demand.reshape(ranks, local)
     load = own.sum(1, dtype=jnp.int32)
-    even = _up_to_whole(load.sum(dtype=jnp.int32), ranks)
+    total = load.sum(dtype=jnp.int32)
+    even = lax.div(total + (ranks - 1), jnp.full_like(total, ranks))  # rounded up
     gives = load > even + lax.div(even * 3, jnp.int32(100))
     surplus = jnp.where(gives, load - even, 0)
     lack = jnp.where(gives, 0, jnp.maximum(even - load, 0))
@@ -105,10 +106,6 @@ def balanced(demand: jax.Array, ranks: int, spare: int) -> Copies:
     found = jnp.where(kept[:, None], rows_at(rows, grant), 0)
     missing = ((0, 0), (0, spare - found.shape[1]))
     return Copies(*(jnp.pad(x, missing) for x in (rows_at(expert, grant), found)))
-
-
-def _up_to_whole(total: jax.Array, parts: int) -> jax.Array:
-    return lax.div(total + (parts - 1), jnp.full_like(total, parts))
 
 
 def physical_experts(

@@ -42,11 +42,16 @@ def check_gemm(
             argument="group_sizes",
         )
     _check_shapes(tuple(lhs.shape), rhs_shape, tuple(group_sizes.shape))
-    _check_bias(rhs_shape, bias)
+    wanted = (rhs_shape[0], *rhs_shape[2:])
+    if bias is not None and jnp.shape(bias) != wanted:
+        raise InvalidArgumentError(
+            f"bias must be [E, *N'] = {list(wanted)}, got {list(jnp.shape(bias))}",
+            argument="bias",
+        )
     for name, x, rows in (("lhs", lhs, True), ("rhs", rhs, False)):
         if isinstance(x, QuantizedTensor) and x.is_rows != rows:
-            wanted = "rows (with group_sizes)" if rows else "kernels (without group_sizes)"
-            raise InvalidArgumentError(f"{name} must be quantized {wanted}", argument=name)
+            kind = "rows (with group_sizes)" if rows else "kernels (without group_sizes)"
+            raise InvalidArgumentError(f"{name} must be quantized {kind}", argument=name)
 
 
 def _check_shapes(lhs: tuple[int, ...], rhs: tuple[int, ...], sizes: tuple[int, ...]) -> None:
@@ -82,15 +87,6 @@ def check_slabs_share(rhs: tuple[int, ...], sizes: tuple[int, ...]) -> None:
             f"group_sizes [{slabs}, {groups}] has {slabs * groups} groups in slabs of {groups}, "
             f"but rhs {list(rhs)} has {experts} experts: L must divide E, and E must divide R * L",
             argument="group_sizes",
-        )
-
-
-def _check_bias(rhs: tuple[int, ...], bias: Any) -> None:
-    wanted = (rhs[0], *rhs[2:])
-    if bias is not None and jnp.shape(bias) != wanted:
-        raise InvalidArgumentError(
-            f"bias must be [E, *N'] = {list(wanted)}, got {list(jnp.shape(bias))}",
-            argument="bias",
         )
 
 

@@ -97,15 +97,6 @@ class Grouped:
         """Entries of group_sizes."""
         return (self.roles.slab, ())
 
-    def say_cut(self) -> None:
-        """Warns once if rows arrive unsharded on K' and each device uses only a part of them."""
-        if self.contracted:
-            say_once(
-                f"rhs: {self.roles.named(self.contracted)} of {self.roles.owner} on K', where rows "
-                "lie whole: each device multiplies its part of them, and their gradient is "
-                "gathered where it is needed whole"
-            )
-
 
 def grouped(
     roles: Roles,
@@ -155,8 +146,12 @@ def grouped(
             f"({weight.kept[1] or 'whole'}): resharded"
         )
     found = Grouped(roles, weight, expert_bias(roles, weight, bias, rhs_shape))
-    if lhs is not None and not wanted:
-        found.say_cut()
+    if lhs is not None and not wanted and found.contracted:
+        say_once(
+            f"rhs: {roles.named(found.contracted)} of {roles.owner} on K', where rows lie whole: "
+            "each device multiplies its part of them, and their gradient is gathered where it is "
+            "needed whole"
+        )
     return found
 
 

@@ -17,7 +17,7 @@ from jax import lax
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base import stored
-from ep_runtime_client.ops.partitioning.roles import Entries
+from ep_runtime_client.ops.partitioning.roles import Entries, explicit_mesh
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.table import FORMATS, format_of
 from ep_runtime_client.ops.quantize.formats.tiles import (
@@ -125,19 +125,15 @@ class QuantizedTensor:
         values = widen(data)
         if scale is not None:
             values = values * self._spread(scale, columns)
-        values = self._cleared(values.astype(dtype))
+        values = values.astype(dtype)
+        if self.group_sizes is not None:  # dispatch leaves rows past those of all groups undefined
+            values = slack.zeroed(values, self.group_sizes)
         if self.origin is None:
             return values
         origin = self.origin
         if isinstance(origin, tuple):
             origin = jnp.stack(origin, -2)
         return straight_through(_laid_as(origin, values), values, self.group_sizes)
-
-    def _cleared(self, values: jax.Array) -> jax.Array:
-        """Zeroes the rows past those of all groups, which dispatch leaves undefined."""
-        if self.group_sizes is None:
-            return values
-        return slack.zeroed(values, self.group_sizes)
 
     def _spread(self, scale: jax.Array, columns: bool) -> jax.Array:
         """Returns `scale` in f32, with a shape that broadcasts to the data's."""
@@ -157,8 +153,7 @@ class QuantizedTensor:
 def _laid_as(x: jax.Array, other: jax.Array) -> jax.Array:
     """Returns `x` with the sharding in the type of `other`, if types have shardings."""
     wanted = jax.typeof(other).sharding
-    explicit = jax.sharding.AxisType.Explicit in tuple(wanted.mesh.axis_types)
-    if not explicit or jax.typeof(x).sharding == wanted:
+    if explicit_mesh(other) is None or jax.typeof(x).sharding == wanted:
         return x
     return jax.sharding.reshard(x, wanted)
 

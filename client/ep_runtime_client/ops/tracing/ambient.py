@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -51,8 +50,13 @@ def manual_axes(group: GroupSpec) -> Axes:
     """
     ambient = jax.sharding.get_abstract_mesh()
     taken = frozenset(ambient.manual_axes)
-    if taken:
-        check_ambient(group, ambient.shape)
+    wanted = dict(group.mesh_axes)
+    if taken and dict(ambient.shape) != wanted:
+        raise InvalidArgumentError(
+            f"group {group.name!r} is used under a mesh with the axes {dict(ambient.shape)}, "
+            f"but its own mesh has {wanted}",
+            argument="mesh",
+        )
     return tuple(axis for axis, _ in group.mesh_axes if axis in taken)
 
 
@@ -82,14 +86,3 @@ def check_devices(group: GroupSpec, mesh: Mesh, name: str, array: Any) -> None:
         f"jax.device_put({name}, NamedSharding(group.mesh, spec))",
         argument=name,
     )
-
-
-def check_ambient(group: GroupSpec, shape: Mapping[str, int]) -> None:
-    """Raises InvalidArgumentError unless a mesh of this shape is the group's."""
-    wanted = dict(group.mesh_axes)
-    if dict(shape) != wanted:
-        raise InvalidArgumentError(
-            f"group {group.name!r} is used under a mesh with the axes {dict(shape)}, "
-            f"but its own mesh has {wanted}",
-            argument="mesh",
-        )
