@@ -129,14 +129,9 @@ class BlockOp(LayerOp):
         return inner if whole else ()
 
     def entries(
-        self,
-        roles: Roles,
-        wi: Entries,
-        wo: Entries,
-        wi_bias: Entries | None,
-        wo_bias: Entries | None,
+        self, roles: Roles, wi: Entries, wo: Entries, *biases: Entries | None
     ) -> list[Entries]:
-        """Returns entries of the shared operands, given the entries of weights and biases."""
+        """Returns entries of the shared operands, given the entries of weights and both biases."""
         there, tokens = self._by_name(range(self.tree.num_leaves)), self.call.moved.layout.entries()
         slab, whole = (roles.slab,), ((),)
         by_name = there._replace(
@@ -148,8 +143,8 @@ class BlockOp(LayerOp):
             plan=type(there.plan)(*[slab] * len(there.plan)),
             wi=tuple(self.wi.spread(wi)),
             wo=tuple(self.wo.spread(wo)),
-            wi_bias=wi_bias,
-            wo_bias=wo_bias,
+            wi_bias=biases[0],
+            wo_bias=biases[1],
             scales=(slab,) * len(there.scales),
             values=(whole,) * len(there.values),
             copies=None if there.copies is None else slab,

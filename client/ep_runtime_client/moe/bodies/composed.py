@@ -80,7 +80,8 @@ def forward(call: ResolvedCall, given: Given, experts: Experts, over: Over) -> F
     weights = rows.weights if call.weighted == "hidden" else None
     taken, second = _activated(call, hidden, weights, sizes, over, next(scales, None))
     out = gemm.forward(product, taken, experts.wo, experts.wo_bias, sizes)
-    y = _combined(call, given, out[0], rows.weights[0] if call.weighted == "output" else None)
+    at, weights = _at(call, given), rows.weights[0] if call.weighted == "output" else None
+    y = _ops(call, given).combine(at, out[0], weights, given.plan, **_sums(call))
     values = rows.values
     kept = (
         [values] if not isinstance(values, QuantizedTensor) else [bits(values.data), values.scale]
@@ -116,7 +117,9 @@ def backward(
     weights = None if to_input else rows.weights
     scale = given.scales[-1] if call.delayed[1] and call.weighted != "output" else None
     act, _ = _activated(call, hidden, weights, sizes, over, scale)
-    d_out = _received_gradients(call, given, dy)
+    # Gradients of the experts' outputs, unweighted.
+    at, ops, plan = _at(call, given), _ops(call, given), given.plan
+    d_out = ops.combine_bwd(at, dy, None, None, plan)[0][None]
     wanted = hidden.dtype if grads.dtype is None else grads.dtype
     dtype = wanted if given.copies is None else call.activation.wide
     pulled, _ = _quantized(call.recipes[1], d_out, sizes, over.rows, gradient=True)
@@ -153,7 +156,7 @@ def backward(
         made = at_home(_at(call, given), given.copies, made, jnp.add)
         d_wi, d_wo, d_wi_bias, d_wo_bias = made
         d_wi, d_wo = jax.tree.map(lambda x: x.astype(wanted), (d_wi, d_wo))
-    d_tokens, d_topk = _returned(call, given, d_rows[0], d_weights[0])
+    d_tokens, d_topk = ops.dispatch_bwd(at, d_rows[0], d_weights[0], plan, **_sums(call))
     return Gradients(d_tokens, d_topk, d_wi, d_wo, d_wi_bias, d_wo_bias, d_values)
 
 
@@ -328,26 +331,6 @@ def _exchanged(call: ResolvedCall, given: Given, rows: jax.Array) -> tuple[jax.A
     """Sends rows [T, X] and weights to the experts' devices; returns [1, C, X] and [1, C]."""
     received, weights = exchange(_at(call, given), rows, given.weights, given.plan)
     return received[None], weights[None]
-
-
-def _combined(
-    call: ResolvedCall, given: Given, out: jax.Array, weights: jax.Array | None
-) -> jax.Array:
-    return _ops(call, given).combine(_at(call, given), out, weights, given.plan, **_sums(call))
-
-
-def _received_gradients(call: ResolvedCall, given: Given, dy: jax.Array) -> jax.Array:
-    """Returns gradients of the experts' outputs, [1, C, H], unweighted, from dy [T, H]."""
-    d_out, _ = _ops(call, given).combine_bwd(_at(call, given), dy, None, None, given.plan)
-    return d_out[None]
-
-
-def _returned(
-    call: ResolvedCall, given: Given, d_rows: jax.Array, d_weights: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return _ops(call, given).dispatch_bwd(
-        _at(call, given), d_rows, d_weights, given.plan, **_sums(call)
-    )
 
 
 def _sums(call: ResolvedCall) -> dict[str, Any]:
