@@ -67,23 +67,13 @@ def _quantized(call: ResolvedCall, given: Operands) -> tuple[Operands, list[Any]
     found: list[Any] = []
     for which, (kernel, entries) in enumerate(zip(given.kernels, call.sharding[:2], strict=True)):
         recipe, scales = call.recipes[which], given.scales[which]
-        if recipe is None or isinstance(kernel, QuantizedTensor):
-            made.append(kernel)
-            found.append(None)
-            continue
-        scale = () if scales is None else scales[1:]
-        op = quantize_ops.QuantizeKernel(
-            call.where,
-            recipe,
-            kernel.shape,
-            scaled=bool(scale),
-            transposed=quantize_ops.transposes(recipe, kernel.shape),
-            paired=isinstance(kernel, Pair),
-        )
-        with scope("block", call.moved.layer):
-            q = quantize_ops.kernel(op, entries, kernel, *scale)
-            found.append(q.amax)
-            made.append(quantize_ops.tagged(q, "ep_q_w"))
+        amax = None
+        if recipe is not None and not isinstance(kernel, QuantizedTensor):
+            scale = () if scales is None else scales[1:]
+            with scope("block", call.moved.layer):
+                kernel, amax = quantize_ops.weight(call.where, recipe, entries, kernel, *scale)
+        made.append(kernel)
+        found.append(amax)
     first, second = (None if each is None else each[:1] for each in given.scales)
     taken = given._replace(wi=made[0], wo=made[1], wi8=None, wo8=None, scales=(first, second))
     return taken, found
@@ -200,9 +190,8 @@ def _by_operand(call: ResolvedCall, operands: Operands, made: Sequence[jax.Array
         wo_bias=wo_bias,
         values=tuple(d if is_so else nothing for d, is_so in zip(rest, inexact, strict=True)),
     )
-    leaves, tree = jax.tree.flatten(grads)
-    typed = [regions.typed_as(*each) for each in zip(leaves, call.types, strict=True)]
-    return jax.tree.unflatten(tree, typed)
+    typed: Operands = regions.typed_tree(grads, call.types)
+    return typed
 
 
 def _packed(operands: Operands, *, columns: bool = False) -> tuple[Operands, dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,7 @@ from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import AnyArrays
 from ep_runtime_client.ops.gemm import kernels_32, quantized_operands
-from ep_runtime_client.ops.gemm.api import blocks_of, entries_of_bias, with_whole_blocks
+from ep_runtime_client.ops.gemm.api import entries_of_bias, with_whole_blocks
 from ep_runtime_client.ops.gemm.checks import check_experts
 from ep_runtime_client.ops.gemm.quantized_operands import origin_of, settled, with_gradient
 from ep_runtime_client.ops.kernels import serve
@@ -33,9 +33,8 @@ from ep_runtime_client.ops.kernels.slots import as_int32
 from ep_runtime_client.ops.movement import per_device, quantized_rows
 from ep_runtime_client.ops.movement.prepare import check_width, known_specs, make_call, make_plan
 from ep_runtime_client.ops.partitioning import regions
-from ep_runtime_client.ops.partitioning.regions import Partitioning
-from ep_runtime_client.ops.partitioning.roles import Entries, entries_of, gather, padded
-from ep_runtime_client.ops.quantize.delayed import Delayed, check_state
+from ep_runtime_client.ops.partitioning.roles import entries_of, gather, padded
+from ep_runtime_client.ops.quantize import delayed
 from ep_runtime_client.ops.quantize.formats.recipes import DelayedState, Recipe
 from ep_runtime_client.ops.quantize.pair import Pair, is_pair, of_each, paired
 from ep_runtime_client.ops.quantize.quantized_tensor import Kernel, QuantizedTensor
@@ -216,14 +215,14 @@ def run(
         if state is None:
             y, _ = eager.settled(gradient.primal, resolved, placed, traced=gradient.block)
         else:
-            histories = [
-                _History.of(resolved, which, given.kernels[which], slabs, each)
+            begun = [
+                _begun(resolved, which, given.kernels[which], slabs, each)
                 for which, each in enumerate((state.wi, state.wo))
             ]
-            placed = placed._replace(scales=tuple(each.scales for each in histories))
+            placed = placed._replace(scales=tuple(scales for scales, _ in begun))
             y, amax = eager.settled(gradient.primal, resolved, placed, traced=gradient.block)
-            after = (each.next(found) for each, found in zip(histories, amax, strict=True))
-            state = MoEState(*after)
+            pairs = zip(begun, amax, strict=True)
+            state = MoEState(*(after(*(found or ())) for (_, after), found in pairs))
         if where.manual:
             # JAX's own sum over a manual axis also counts the gradient correctly.
             inner = gradient.inner_axes(resolved, placed)
@@ -262,12 +261,10 @@ def _resolved(
     learned = [x for x in given.values if jnp.issubdtype(x.dtype, jnp.inexact)]
     graded = (given.tokens, given.weights, *origins, given.wi_bias, given.wo_bias, learned)
     first, second = (recipe is not None and recipe.delayed for recipe in recipes)
-    multiplied = (wi, wo)
-    if any(recipes):
-        multiplied = (
-            _taken(where, given.wi, wi, recipes[0]),
-            _taken(where, given.wo, wo, recipes[1]),
-        )
+    multiplied = (
+        with_whole_blocks(where, recipes[0], given.wi, wi),
+        with_whole_blocks(where, recipes[1], given.wo, wo),
+    )
     wi_bias, wo_bias = (
         None if bias is None else entries_of_bias(where, bias, weight)
         for bias, weight in ((given.wi_bias, wi), (given.wo_bias, wo))
@@ -318,54 +315,23 @@ def _placed(call: ResolvedCall, given: Operands) -> Operands:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _History:
-    """The state of one matmul, if its recipe is delayed.
-
-    Attributes:
-        delayed: maps histories to devices and groups.
-        state: the state that the call got.
-        scales: of rows f32 [R, L] and of weights [E].
-    """
-
-    delayed: Delayed | None = None
-    state: DelayedState | None = None
-    scales: tuple[jax.Array, jax.Array] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        call: ResolvedCall,
-        which: int,
-        kernel: Kernel,
-        slabs: tuple[int, int],
-        state: DelayedState | None,
-    ) -> _History:
-        if state is None:
-            return cls()
-        where, entries, recipe = call.where, call.sharding[which], call.recipes[which]
-        assert recipe is not None
-        assert where.roles is not None
-        assert entries is not None
-        experts = regions.whole_shape(where, kernel.shape, entries)[0]
-        rows = padded((where.roles.slab, (), entries[1]), 3)
-        delayed = Delayed.of(where, recipe, experts, slabs, rows, entries)
-        check_state(recipe, state, experts)
-        state = state if where.manual else regions.settle(where, state, ())
-        return cls(delayed, state, regions.settle(where, delayed.scales(state), ()))
-
-    def next(self, amax: tuple[jax.Array, jax.Array] | None) -> DelayedState | None:
-        if self.delayed is None or self.state is None or amax is None:
-            return None
-        return self.delayed.next(self.state, *amax)
-
-
-def _taken(where: Partitioning, weight: Kernel, entries: Entries, recipe: Recipe | None) -> Entries:
-    """Returns a weight's entries in its matmul, without axes that split a recipe's blocks."""
-    if where.roles is None or recipe is None or isinstance(weight, QuantizedTensor):
-        return entries
-    shape = regions.whole_shape(where, weight.shape, entries)
-    return with_whole_blocks(where, entries, shape, blocks_of(recipe, weight))
+def _begun(
+    call: ResolvedCall,
+    which: int,
+    kernel: Kernel,
+    slabs: tuple[int, int],
+    state: DelayedState | None,
+) -> tuple[tuple[jax.Array, jax.Array] | None, Callable[..., DelayedState | None]]:
+    """Returns what `delayed.begin` does for one matmul; no scales and no state if it has none."""
+    if state is None:
+        return None, lambda: None
+    where, entries, recipe = call.where, call.sharding[which], call.recipes[which]
+    assert recipe is not None
+    assert where.roles is not None
+    assert entries is not None
+    experts = regions.whole_shape(where, kernel.shape, entries)[0]
+    rows = padded((where.roles.slab, (), entries[1]), 3)
+    return delayed.begin(where, recipe, experts, slabs, rows, entries, state)
 
 
 def _with_workspace(

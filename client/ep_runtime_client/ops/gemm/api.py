@@ -25,8 +25,7 @@ from ep_runtime_client.ops.partitioning import regions
 from ep_runtime_client.ops.partitioning.placement import expert_weight, grouped
 from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.roles import Entries, padded
-from ep_runtime_client.ops.quantize import quantized_tensor
-from ep_runtime_client.ops.quantize.delayed import Delayed, check_state
+from ep_runtime_client.ops.quantize import delayed, quantized_tensor
 from ep_runtime_client.ops.quantize.formats.recipes import DelayedState, Recipe
 from ep_runtime_client.ops.quantize.ops import rows_roles
 from ep_runtime_client.ops.quantize.pair import Pair, of_each, paired
@@ -166,10 +165,8 @@ def _call(
         # The weight also decides which axes shard K' of the rows.
         shape = regions.whole_shape(where, rhs.shape, given)
         num_experts = shape[0]
-        blocks = blocks_of(recipe, rhs)
-        rows = grouped(where.roles, rows, given, shape, blocks=blocks).lhs
-        if recipe is not None and not isinstance(rhs, QuantizedTensor):
-            multiplied = with_whole_blocks(where, given, shape, blocks)
+        rows = grouped(where.roles, rows, given, shape, blocks=_blocks_of(recipe, rhs)).lhs
+        multiplied = with_whole_blocks(where, recipe, rhs, given)
     # Checks that need the layer, or the facts that it would give.
     if layer is not None:
         regions.check_slabs(where, "lhs", lhs.shape[0])
@@ -190,14 +187,17 @@ def _call(
 
 
 def with_whole_blocks(
-    where: Partitioning, given: Entries, shape: tuple[int, ...], blocks: tuple[int, ...]
+    where: Partitioning, recipe: Recipe | None, rhs: Kernel, given: Entries
 ) -> Entries:
-    """Returns a quantized weight's entries, without axes that leave no whole blocks.
+    """Returns a weight's entries in its matmul, without axes that leave no whole blocks if `recipe`
+    quantizes it.
 
     Raises:
         InvalidArgumentError: a shard_map has cut the weight, and rows too, over such an axis.
     """
-    assert where.roles is not None
+    if where.roles is None or recipe is None or isinstance(rhs, QuantizedTensor):
+        return given
+    shape, blocks = regions.whole_shape(where, rhs.shape, given), _blocks_of(recipe, rhs)
     weight = expert_weight(where.roles, given, shape, blocks=blocks)
     for dim, axes in enumerate(weight.before):
         cut = [axis for axis in axes if axis in where.manual and axis not in where.roles.slab]
@@ -221,7 +221,7 @@ def entries_of_bias(where: Partitioning, bias: jax.Array, weight: Entries) -> En
     return (weight[0], *weight[2:]) if known is None else known
 
 
-def blocks_of(recipe: Recipe | None, rhs: Kernel) -> tuple[int, ...]:
+def _blocks_of(recipe: Recipe | None, rhs: Kernel) -> tuple[int, ...]:
     """Returns, per dim of rhs, the number that must divide its size on a device."""
     return quantized_tensor.blocks_of(
         rhs.recipe if isinstance(rhs, QuantizedTensor) else recipe, rhs.ndim
@@ -245,23 +245,15 @@ def _run(
         quantized.append(settled(call.where, x, entries))
     bias = regions.settle(call.where, bias, call.bias)
     group_sizes = regions.settle(call.where, group_sizes, call.lhs[:1])
-    scales, delayed = None, None
+    scales, after = None, None
     if state is not None:
         assert call.recipe is not None
-        delayed = Delayed.of(
-            call.where, call.recipe, call.num_experts, group_sizes.shape, call.lhs, call.rhs
-        )
-        check_state(call.recipe, state, call.num_experts)
-        state = state if call.where.manual else regions.settle(call.where, state, ())
-        scales = regions.settle(call.where, delayed.scales(state), ())
+        layout = (group_sizes.shape, call.lhs, call.rhs)
+        scales, after = delayed.begin(call.where, call.recipe, call.num_experts, *layout, state)
     operands: Any = (*primals, bias, *quantized, group_sizes, scales)
     out, amax = vjp.run(call, operands)
-    if state is not None and delayed is not None and amax is not None:
-        state = delayed.next(state, *amax)
-    return _summed_outside(call, out), state
-
-
-def _summed_outside(call: vjp.GemmCall, out: jax.Array) -> jax.Array:
-    """Sums over manual axes on K' with JAX's own sum, which counts the gradient correctly."""
+    if after is not None and amax is not None:
+        state = after(*amax)
+    # JAX's own sum over a manual axis also counts the gradient correctly.
     on_k = tuple(axis for axis in call.lhs[2] if axis in call.where.manual)
-    return jax.lax.psum(out, on_k) if on_k else out
+    return jax.lax.psum(out, on_k) if on_k else out, state

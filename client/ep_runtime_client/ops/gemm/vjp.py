@@ -97,18 +97,13 @@ def _multiplied(
     x_scale, w_scale = ((), ()) if scales is None else ((scales[0],), (scales[1],))
     found: list[Any] = []
     if q_rhs is None:
-        transposed = quantize_ops.transposes(call.recipe, kernel.shape)
-        kernel_op = quantize_ops.QuantizeKernel(
-            call.where, call.recipe, kernel.shape, scaled, transposed, call.paired
-        )
-        q = quantize_ops.kernel(kernel_op, call.rhs, kernel, *w_scale)
-        found.append(q.amax)
-        kernel = quantize_ops.tagged(q, "ep_q_w")
+        kernel, amax = quantize_ops.weight(call.where, call.recipe, call.rhs, kernel, *w_scale)
+        found.append(amax)
     if q_lhs is None:
         rows_op = quantize_ops.QuantizeRows(
             call.where, call.recipe, 3, call.num_experts, scaled, clear_slack=slack.checked()
         )
-        q = quantize_ops.rows(rows_op, call.lhs, rows, group_sizes, *x_scale)
+        q = quantize_ops.rows((rows_op, call.lhs), rows, group_sizes, *x_scale)
         found.append(q.amax)
         rows = quantize_ops.tagged(q, "ep_q_x")
     return rows, kernel, (found[1], found[0]) if scaled else None
@@ -153,14 +148,8 @@ def _fwd(call: GemmCall, *operands: Any) -> Any:
 
 def _bwd(call: GemmCall, saved: Any, grads_out: tuple[jax.Array, Any]) -> Any:
     grads = eager.shared(_pullback, call, saved, grads_out[0])
-    typed = [_typed(*each) for each in zip(grads, call.types, strict=True)]
+    typed = [regions.typed_tree(*each) for each in zip(grads, call.types, strict=True)]
     return (*typed, None, None, None, None)
-
-
-def _typed(grad: Any, types: tuple[Entries | None, ...]) -> Any:
-    leaves, tree = jax.tree.flatten(grad)
-    typed = [regions.typed_as(*each) for each in zip(leaves, types, strict=True)]
-    return jax.tree.unflatten(tree, typed)
 
 
 def _forward_and_saved(call: GemmCall, *operands: Any) -> Any:

@@ -259,6 +259,13 @@ def settle(where: Partitioning, x: Any, entries: Entries) -> Any:
     return jax.tree.map(one, x)
 
 
+def typed_tree(tree: Any, types: Sequence[Entries | None]) -> Any:
+    """Calls `typed_as` for the arrays of a tree, each with its own entries."""
+    leaves, structure = jax.tree.flatten(tree)
+    typed = [typed_as(*each) for each in zip(leaves, types, strict=True)]
+    return jax.tree.unflatten(structure, typed)
+
+
 def typed_as(x: jax.Array | None, entries: Entries | None) -> jax.Array | None:
     """Puts the sharding of `entries` into the type of `x`, if types have shardings."""
     mesh = None if x is None else jax.typeof(x).sharding.mesh

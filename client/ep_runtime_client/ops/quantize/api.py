@@ -82,7 +82,7 @@ def _quantize_kernel(
         where = dataclasses.replace(where, roles=Roles(where.roles.sizes, (), entries[0]))
     shape = tuple(w.shape)
     op = ops.QuantizeKernel(where, recipe, shape, transposed=ops.transposes(recipe, shape))
-    return eager.run(_run_kernel, (op, entries), w)
+    return eager.run(ops.kernel, (op, entries), w)
 
 
 def _quantize_rows(
@@ -102,7 +102,7 @@ def _quantize_rows(
     if layer is not None:
         regions.check_slabs(where, "x", x.shape[0])
     op = ops.QuantizeRows(where, recipe, x.ndim, experts)
-    quantized: QuantizedTensor = eager.run(_run_rows, (op, entries), x, group_sizes)
+    quantized: QuantizedTensor = eager.run(ops.rows, (op, entries), x, group_sizes)
     return jax.tree.map(lambda leaf: leaf[0], quantized) if one_slab else quantized
 
 
@@ -115,14 +115,6 @@ def _run_tokens(recipe: Recipe, x: jax.Array) -> QuantizedTensor:
     data, scale = quantize_tiles(x.astype(jnp.float32), {1: form.tile}, *static)
     sizes = jnp.full(1, x.shape[0], jnp.int32)
     return QuantizedTensor(data, scale, None, None, None, sizes, None, recipe)
-
-
-def _run_rows(call: Any, x: jax.Array, group_sizes: jax.Array) -> QuantizedTensor:
-    return ops.rows(*call, x, group_sizes)
-
-
-def _run_kernel(call: Any, w: jax.Array) -> QuantizedTensor:
-    return ops.kernel(*call, w)
 
 
 def check_quantize(x: Any, group_sizes: Any, recipe: Any) -> None:

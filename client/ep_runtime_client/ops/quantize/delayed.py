@@ -7,7 +7,8 @@ every device has whole histories and reads its own experts' part.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -65,33 +66,6 @@ class Delayed:
     alike: Axes = ()
     mesh: Mesh | None = None
 
-    @classmethod
-    def of(
-        cls,
-        where: regions.Partitioning,
-        recipe: Recipe,
-        num_experts: int,
-        groups: Sequence[int],
-        lhs: Entries,
-        rhs: Entries,
-    ) -> Delayed:
-        """Makes the Delayed for a call whose rows and kernels have these entries."""
-        roles = where.roles or Roles()
-
-        def manual(axes: Collection[str]) -> Axes:
-            return tuple(axis for axis in axes if axis in where.manual)
-
-        over = {*roles.slab, *flat((*lhs[2:], *rhs))}  # ep axes, and all axes that split an amax
-        return cls(
-            recipe,
-            num_experts,
-            (groups[0], groups[1]),
-            manual(roles.real(roles.ep)),
-            manual(roles.real(rhs[0])),
-            tuple(axis for axis in where.manual if axis in over),
-            where.mesh if isinstance(where.mesh, Mesh) and not where.manual else None,
-        )
-
     def scales(self, state: DelayedState) -> tuple[jax.Array, jax.Array]:
         """Returns f32 scales of the rows [R, L] and of this device's kernels [E here]."""
         found = []
@@ -121,6 +95,45 @@ class Delayed:
             whole = NamedSharding(self.mesh, PartitionSpec())
             pushed = lax.with_sharding_constraint(pushed, whole)
         return _typed(pushed, regions.type_of(history))
+
+
+def begin(
+    where: regions.Partitioning,
+    recipe: Recipe,
+    num_experts: int,
+    groups: Sequence[int],
+    lhs: Entries,
+    rhs: Entries,
+    state: DelayedState,
+) -> tuple[tuple[jax.Array, jax.Array], Callable[[jax.Array, jax.Array], DelayedState]]:
+    """Begins a call whose rows and kernels have these entries.
+
+    Returns:
+        The scales of `Delayed.scales`, and a function of this call's amax that returns the next
+        state, as `Delayed.next` does.
+
+    Raises:
+        InvalidArgumentError: as `check_state`.
+    """
+    check_state(recipe, state, num_experts)
+    roles = where.roles or Roles()
+
+    def manual(axes: Collection[str]) -> Axes:
+        return tuple(axis for axis in axes if axis in where.manual)
+
+    over = {*roles.slab, *flat((*lhs[2:], *rhs))}  # ep axes, and all axes that split an amax
+    delayed = Delayed(
+        recipe,
+        num_experts,
+        (groups[0], groups[1]),
+        manual(roles.real(roles.ep)),
+        manual(roles.real(rhs[0])),
+        tuple(axis for axis in where.manual if axis in over),
+        where.mesh if isinstance(where.mesh, Mesh) and not where.manual else None,
+    )
+    state = state if where.manual else regions.settle(where, state, ())
+    scales = regions.settle(where, delayed.scales(state), ())
+    return scales, functools.partial(delayed.next, state)
 
 
 def _mine(values: jax.Array, axes: Axes) -> jax.Array:

@@ -248,9 +248,10 @@ def uneven(where: Partitioning, shape: tuple[int, ...], blocks: tuple[int, ...])
 
 
 def rows(
-    op: QuantizeRows, arrived: Entries, x: jax.Array, sizes: jax.Array, *scale: jax.Array
+    call: tuple[QuantizeRows, Entries], x: jax.Array, sizes: jax.Array, *scale: jax.Array
 ) -> QuantizedTensor:
-    """Runs the op that quantizes rows."""
+    """Runs the op that quantizes rows, which arrive with these entries."""
+    op, arrived = call
     groups = padded((arrived[0],), 2)
     leaves = on_mesh.run_on_mesh(op, (arrived, groups, *([groups] * len(scale))), x, sizes, *scale)
     result = unpack(op.packing, leaves, sizes)
@@ -259,15 +260,32 @@ def rows(
 
 
 def kernel(
-    op: QuantizeKernel, arrived: Entries, w: jax.Array | Pair, *scale: jax.Array
+    call: tuple[QuantizeKernel, Entries], w: jax.Array | Pair, *scale: jax.Array
 ) -> QuantizedTensor:
-    """Runs the op that quantizes kernels; `arrived` has entries per dim of the op's shape."""
+    """Runs the op that quantizes kernels, which arrive with these entries per dim of its shape."""
+    op, arrived = call
     arrays = jax.tree.leaves(w)
     given = (*[of_each(arrived, op.paired)] * len(arrays), *[arrived[:1]] * len(scale))
     leaves = on_mesh.run_on_mesh(op, given, *arrays, *scale)
     result = unpack(op.packing, leaves)
     assert isinstance(result, QuantizedTensor)
     return result
+
+
+def weight(
+    where: Partitioning,
+    recipe: Recipe,
+    arrived: Entries,
+    w: jax.Array | Pair,
+    *scale: jax.Array,
+) -> tuple[QuantizedTensor, jax.Array | None]:
+    """Quantizes kernels for a call's matmuls; returns them as `tagged` does, and their amax."""
+    shape, scaled = w.shape, bool(scale)
+    op = QuantizeKernel(
+        where, recipe, shape, scaled, transposes(recipe, shape), isinstance(w, Pair)
+    )
+    q = kernel((op, arrived), w, *scale)
+    return tagged(q, "ep_q_w"), q.amax
 
 
 def packing_of(recipe: Recipe, ndim: int, *, rows: bool) -> Packing:
