@@ -168,22 +168,24 @@ def _call(
         rows = grouped(where.roles, rows, given, shape, blocks=_blocks_of(recipe, rhs)).lhs
         multiplied = with_whole_blocks(where, recipe, rhs, given)
     # Checks that need the layer, or the facts that it would give.
+    alignment = 1
     if layer is not None:
+        static = resolve(layer)[0]
+        alignment = static.alignment
         regions.check_slabs(where, "lhs", lhs.shape[0])
-        check_experts(where, num_experts, group_sizes.shape, regions.num_experts_of(layer))
+        check_experts(where, num_experts, group_sizes.shape, static.group_spec.num_experts)
     else:
         check_slabs_share(tuple(rhs.shape), tuple(group_sizes.shape))
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(lhs, QuantizedTensor) else lhs.dtype
-    alignment = 1 if layer is None else regions.alignment_of(layer)
     gemm = Gemm(as_dtype(out_dtype, "out_dtype"), alignment, tf32=kernels_32.allowed())
     bias_entries = padded((), rhs.ndim - 1) if bias is None else entries_of_bias(where, bias, given)
     # The mesh axes that gradients must have in their types.
     typed = (origin_of(lhs), origin_of(rhs), bias)
     types = tuple(tuple(map(regions.type_of, jax.tree.leaves(x))) for x in typed)
     rows, both = rows or padded((), lhs.ndim), isinstance(origin_of(rhs), Pair)
-    static = (where, recipe, gemm, num_experts, rows, given, multiplied, bias_entries, types)
-    return vjp.GemmCall(*static, paired=both)
+    fields = (where, recipe, gemm, num_experts, rows, given, multiplied, bias_entries, types)
+    return vjp.GemmCall(*fields, paired=both)
 
 
 def with_whole_blocks(

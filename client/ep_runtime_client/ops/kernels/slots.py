@@ -22,9 +22,9 @@ def as_int32(index: jax.Array) -> jax.Array:
     return jnp.clip(index, max(own.min, held.min), min(own.max, held.max)).astype(jnp.int32)
 
 
-def exclusive_sum(counts: jax.Array, axis: int = -1) -> jax.Array:
-    """Returns the exclusive prefix sums along `axis`."""
-    return jnp.cumsum(counts, axis, dtype=counts.dtype) - counts
+def exclusive_sum(counts: jax.Array) -> jax.Array:
+    """Returns the exclusive prefix sums along the last dim."""
+    return jnp.cumsum(counts, -1, dtype=counts.dtype) - counts
 
 
 def rows_at(array: jax.Array, index: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
-from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
+from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.partitioning.roles import (
     Entries,
     Roles,
@@ -139,16 +139,6 @@ def varied_over(group: GroupSpec, manual: Axes, operands: Sequence[Any]) -> Axes
     """Returns the manual axes that operands and results of an op vary over: the tokens' axes, and
     all axes that an operand varies over."""
     return tuple(sorted(varied_axes(*operands) | {a for a in manual if a in group.token_axes}))
-
-
-def alignment_of(layer: EpLayer | TracedLayer) -> int:
-    """Returns the number of rows that divides all group sizes of a layer."""
-    return resolve(layer)[0].alignment
-
-
-def num_experts_of(layer: EpLayer | TracedLayer) -> int:
-    """Returns E, the number of experts of a layer's group."""
-    return resolve(layer)[0].group_spec.num_experts
 
 
 def check_slabs(where: Partitioning, name: str, num_slabs: int) -> None:

@@ -287,20 +287,18 @@ class Sums:
             return x
         return lax.psum(x, over) if over else x
 
-    def back(
-        self, x: jax.Array, gathered: tuple[Axes, ...], summed: Axes, dims: int | None = None
-    ) -> jax.Array:
+    def back(self, x: jax.Array, gathered: Entries, summed: Axes) -> jax.Array:
         """Returns this device's shard of a gathered weight's gradient, summed over `summed`.
 
         Along a gathered axis that does not split rows, all devices have the same gradient. The
         shard is then a slice of this gradient.
         """
         over = set(self.roles.real(summed))
-        for dim, axes in enumerate(gathered[:dims]):
+        for dim, axes in enumerate(gathered):
             for on_rows, found in itertools.groupby(axes, over.__contains__):
                 run = tuple(found)
                 x = (scatter if on_rows else cut)(x, run, dim)
-        done = {axis for axes in gathered[:dims] for axis in axes}
+        done = flat(gathered)
         return self.total(x, tuple(axis for axis in summed if axis not in done))
 
 

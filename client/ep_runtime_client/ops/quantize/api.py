@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.base.layers import EpLayer, TracedLayer
+from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.ops.partitioning import regions
 from ep_runtime_client.ops.partitioning.roles import Roles, padded
 from ep_runtime_client.ops.quantize import ops
@@ -98,8 +98,9 @@ def _quantize_rows(
         assert where.roles is not None
         roles = ops.rows_roles(where.roles.sizes, entries, group_sizes.shape, None)
         where = dataclasses.replace(where, roles=roles)
-    experts = regions.num_experts_of(layer) if layer is not None else None
+    experts = None
     if layer is not None:
+        experts = resolve(layer)[0].group_spec.num_experts
         regions.check_slabs(where, "x", x.shape[0])
     op = ops.QuantizeRows(where, recipe, x.ndim, experts)
     quantized: QuantizedTensor = eager.run(ops.rows, (op, entries), x, group_sizes)
