@@ -204,8 +204,6 @@ def weight_grad(
     if not _on_gpu(lhs).columns:
         left, right = (_wide_rows(x, group_sizes, columns=True) for x in (lhs, grad))
         return kernels_16.weight_grad(out_dtype, None, experts, paired, left, right, group_sizes)
-    assert lhs.scale is not None
-    assert grad.scale is not None
     sizes, lead = serve.sizes_of(group_sizes), group_sizes.ndim
     blocks = not format_of(lhs.recipe).per_group
     transpose = _requantized_rows if blocks else _transposed_rows
@@ -231,8 +229,7 @@ def padded_rows(slab_rows: int, groups: int) -> int:
 def _transposed_rows(x: QuantizedTensor, group_sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns rows transposed, [W, S * padded rows] with zero-padded groups, and scales [S, L]."""
     assert x.scale is not None
-    sizes = serve.sizes_of(group_sizes)
-    rows, shape = _rows_to_transpose(x, sizes, x.shape[group_sizes.ndim - 1])
+    sizes, rows, shape = _rows_to_transpose(x, group_sizes)
     return _call(TRANSPOSE_ROWS, shape, jnp.uint8, sizes, rows), x.scale.reshape(sizes.shape)
 
 
@@ -242,8 +239,7 @@ def _requantized_rows(x: QuantizedTensor, group_sizes: jax.Array) -> tuple[jax.A
     Scales are [S * padded rows / 128, W / 128].
     """
     assert x.scale is not None
-    sizes = serve.sizes_of(group_sizes)
-    rows, shape = _rows_to_transpose(x, sizes, x.shape[group_sizes.ndim - 1])
+    sizes, rows, shape = _rows_to_transpose(x, group_sizes)
     made = (
         jax.ShapeDtypeStruct(shape, jnp.uint8),
         jax.ShapeDtypeStruct((shape[1] // PADDED, num_tiles(shape[0], PADDED)), jnp.float32),
@@ -258,11 +254,12 @@ def _requantized_rows(x: QuantizedTensor, group_sizes: jax.Array) -> tuple[jax.A
 
 
 def _rows_to_transpose(
-    x: QuantizedTensor, sizes: jax.Array, slab_rows: int
-) -> tuple[jax.Array, tuple[int, int]]:
-    """Returns rows [S * C, W] as bits, and the shape of their transposed copy."""
+    x: QuantizedTensor, group_sizes: jax.Array
+) -> tuple[jax.Array, jax.Array, tuple[int, int]]:
+    """Returns sizes [S, L], rows [S * C, W] as bits, and the shape of their transposed copy."""
+    sizes, slab_rows = serve.sizes_of(group_sizes), x.shape[group_sizes.ndim - 1]
     rows = bits(x.data).reshape(sizes.shape[0] * slab_rows, -1)
-    return rows, (rows.shape[1], sizes.shape[0] * padded_rows(slab_rows, sizes.shape[1]))
+    return sizes, rows, (rows.shape[1], sizes.shape[0] * padded_rows(slab_rows, sizes.shape[1]))
 
 
 def _wide_rows(x: QuantizedTensor, group_sizes: jax.Array, columns: bool = False) -> jax.Array:
