@@ -341,9 +341,8 @@ def poison(
         rank: a world rank of the process that was lost or fenced, else -1.
         by: the process that gave the order.
     """
-    header = BoardHeaderStruct.from_buffer(
-        buf
-    )  # unchecked, because clients may have overwritten it
+    # Unchecked, because clients may have overwritten it.
+    header = BoardHeaderStruct.from_buffer(buf)
     if header.poison_generation >= generation:
         return
     header.poison_reason = int(reason)
