@@ -40,6 +40,7 @@ from ep_runtime_client.moe.bodies.protocol import (
 from ep_runtime_client.moe.resolved import ResolvedCall, Saved
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import NodePlanArrays
+from ep_runtime_client.ops.kernels.slots import Packed
 from ep_runtime_client.ops.movement import quantized_rows
 from ep_runtime_client.ops.tracing import again
 from ep_runtime_client.ops.tracing.varying import like
@@ -151,7 +152,8 @@ def _in_chunks(
     moved, plan, count = call.moved, _plan(given), call.chunks
     num_nodes, size = moved.group.num_nodes, len(given.tokens) // count
     ranks = jnp.split(plan.dst_rank, count)
-    counts = _row_counts(moved, ranks) if counts_rows(moved) else None
+    tokens = [packing(moved, each) for each in ranks] if counts_rows(moved) else []
+    counts = _row_counts(moved, tokens) if tokens else None
     shape = (size, lined_up_rows(ranks[0], num_nodes))
     # The other nodes do not know which slots were dropped.
     kept = given._replace(topk_idx=jnp.where(plan.dst_rank >= 0, given.topk_idx, -1))
@@ -159,7 +161,7 @@ def _in_chunks(
 
     def sent(number: int) -> tuple[jax.Array, ...]:
         arrays = tuple(each[number] for each in parts)
-        return arrays if counts is None else nodes.by_node(moved, ranks[number], *arrays)
+        return nodes.by_node(moved, tokens[number], shape[1], *arrays) if tokens else arrays
 
     def counts_of(ahead: int, back: int) -> jax.Array | None:
         return None if counts is None else jnp.concatenate([counts[ahead], counts[back, ::-1]])
@@ -187,9 +189,9 @@ def _in_chunks(
     return list(zip(ranks, flat_rows, strict=True))
 
 
-def _row_counts(call: Call, ranks: Sequence[jax.Array]) -> jax.Array:
+def _row_counts(call: Call, tokens: Sequence[Packed]) -> jax.Array:
     """Counts rows of every chunk to the rail peer on each node, and from it: int32 [C, 2, D]."""
-    to = jnp.stack([packing(call, each).has.sum(1, dtype=jnp.int32) for each in ranks], 1)
+    to = jnp.stack([each.has.sum(1, dtype=jnp.int32) for each in tokens], 1)
     (from_,) = collectives(call).rail(call, to)
     return jnp.stack([to, like(from_, to)]).transpose(2, 0, 1)
 

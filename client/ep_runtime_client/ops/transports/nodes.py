@@ -138,7 +138,8 @@ def to_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Ar
     tokens = packing(call, plan.dst_rank)
     if counts_rows(call):
         to, from_ = row_counts(call, plan, tokens.has)
-        ready = by_node(call, plan.dst_rank, *sent)
+        rows = lined_up_rows(plan.dst_rank, call.group.num_nodes)
+        ready = by_node(call, tokens, rows, *sent)
         moved = between_nccl.rail_counted(call, to, from_, *ready, rows=sent[0].shape[0])
         return tuple(map(_flat, moved))
     mine = my_node(call)
@@ -156,10 +157,10 @@ def to_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Ar
     return tuple(x.reshape(-1, x.shape[-1]) for x in arrived)
 
 
-def by_node(call: Call, dst_rank: jax.Array, *rows: jax.Array) -> tuple[jax.Array, ...]:
-    """Lines up rows [T, X] of tokens with dst_rank [T, K]: those of one node after the other."""
-    index = lined_up(packing(call, dst_rank), lined_up_rows(dst_rank, call.group.num_nodes))
-    return tuple(_lined_up(call, x, index) for x in rows)
+def by_node(call: Call, tokens: Packed, rows: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Lines up arrays [T, X] of packed tokens, those of one node after the other: [rows, X]."""
+    index = lined_up(tokens, rows)
+    return tuple(_lined_up(call, x, index) for x in arrays)
 
 
 def _from_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Array, ...]:
