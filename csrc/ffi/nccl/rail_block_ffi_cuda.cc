@@ -100,10 +100,9 @@ Status LaunchBeside(const CudaCall& call, const Launch& launch) {
 // ep_nccl_block_v1(operands of ep_block_v1, counts, arrays ...; crossing=their number, node_size)
 //   -> results of ep_block_v1, arrays ... [D, ...]: block m is from the same local rank of node m.
 //      An array [D, ...] sends block m there; one without D sends all of it to every node.
-// With counts s32 [4, D], only counted rows cross, as `CountedArrays` explains: arrays [N, X]
-// arrive
-//   as blocks [D, R, X], counts[0] and counts[1] of their rows sent and received; blocks arrive
-//   lined up, by counts[2] and counts[3]. The host waits for counts. Else they are [0, 0].
+// With counts s32 [4, D], else [0, 0], only counted rows cross, as `CountedArrays` explains. Arrays
+// [N, X] arrive as blocks [D, R, X]; counts[0] of their rows are sent, counts[1] received. Blocks
+// arrive lined up, by counts[2] and counts[3]. The host waits for the counts.
 Status LaunchRailBlockCall(const CudaCall& call) { return LaunchBeside(call, LaunchBlockCall); }
 
 // ep_nccl_block_bwd_v1(operands of ep_block_bwd_v1, sums ..., counts, arrays ...; crossing,
